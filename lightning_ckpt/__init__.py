@@ -1,0 +1,47 @@
+"""Activation checkpointing for PyTorch Lightning: one callback, measured memory, a batch size that fits."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_ckpt.blocks import find_blocks
+    from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
+    from lightning_ckpt.callbacks.batch_size_tuner import BatchSizeTuner
+    from lightning_ckpt.callbacks.step_monitor import StepMonitor
+    from lightning_ckpt.policies import Full, SelectiveOps
+    from lightning_ckpt.recompute import checkpoint_blocks, is_recomputing
+
+# Each public name and the room it lives in. Rooms are entered on first use: Lightning alone brings in matplotlib and
+# scipy, which a bare loop that only calls `checkpoint_blocks` does not need.
+_ROOMS = {
+    "ActivationCheckpointing": "callbacks.activation_checkpointing",
+    "BatchSizeTuner": "callbacks.batch_size_tuner",
+    "Full": "policies",
+    "SelectiveOps": "policies",
+    "StepMonitor": "callbacks.step_monitor",
+    "checkpoint_blocks": "recompute",
+    "find_blocks": "blocks",
+    "is_recomputing": "recompute",
+}
+
+__all__ = [  # noqa: RUF022 - in the order a reader meets them
+    "ActivationCheckpointing",
+    "StepMonitor",
+    "BatchSizeTuner",
+    "Full",
+    "SelectiveOps",
+    "checkpoint_blocks",
+    "find_blocks",
+    "is_recomputing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
