@@ -1,0 +1,29 @@
+# Every target makes what it needs: `make demo` works in a fresh clone with nothing but Python 3.10 or newer.
+PYTHON ?= python3
+# Test processes. Each gets one thread, so that two of them fill two cores and results do not depend on the machine.
+JOBS ?= 2
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint bench
+
+demo: $(READY)
+	$(BIN)/python examples/train_gpt.py --logger wandb
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal
+
+lint: $(READY)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python benchmarks/overhead.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
