@@ -1,0 +1,69 @@
+"""Private PyTorch names that have no public counterpart, each with its reason."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.profiler import profile
+
+# The types of `torch.ops.aten.mm.default` and `torch.ops.aten.mm`. `torch.ops` is public, its element types are not
+# exported, and a list of operators has to be told from anything else a user may pass.
+__all__ = ["AllocationRecording", "OpOverload", "OpOverloadPacket"]
+
+
+class AllocationRecording:
+    """The CPU allocator's events since this was made, or since the last restart.
+
+    The public profiler reports memory summed by operator, which hides the peak within one. The raw events behind it
+    (`kineto_results.events()` named `[memory]`, with `nbytes()`, `start_ns()` and `device_type()`) have no public door.
+    """
+
+    def __init__(self) -> None:
+        self._profile = _started()
+
+    def restart(self) -> list[int]:
+        """Return the deltas so far, in bytes and in order of time, and record on."""
+        with _no_collection():
+            ended, self._profile = _stopped(self._profile), _started()
+        return _deltas(ended)
+
+    def stop(self) -> list[int]:
+        """Return the deltas so far, in bytes and in order of time, and stop recording."""
+        return _deltas(_stopped(self._profile))
+
+
+def _started() -> Any:
+    # `torch.profiler.profile` around it costs more at each stop, and its schedule is of no use here.
+    recording: Any = profile(use_kineto=True, profile_memory=True)
+    recording.__enter__()
+    return recording
+
+
+def _stopped(recording: Any) -> Any:
+    recording.__exit__(None, None, None)
+    return recording
+
+
+def _deltas(ended: Any) -> list[int]:
+    timed = [
+        (event.start_ns(), event.nbytes())
+        for event in ended.kineto_results.events()
+        if event.name() == "[memory]" and event.device_type().name == "CPU"
+    ]
+    # Sorted by time alone: of two events in one nanosecond the recorded order is the true one.
+    return [nbytes for _, nbytes in sorted(timed, key=itemgetter(0))]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A tensor that the garbage collector frees between two recordings would count as held for ever."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

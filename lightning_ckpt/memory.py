@@ -1,0 +1,311 @@
+"""Peak memory, read where it is: the accelerator's allocator, the host's kernel, or the CPU allocator's own events.
+
+Three readers behind one protocol. Everything here is in bytes; GiB appear only where a person reads them.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Protocol, runtime_checkable
+
+import torch
+from typing_extensions import Self
+
+from lightning_ckpt import _compat
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+@runtime_checkable
+class MemoryReader(Protocol):
+    """Where a peak is read: any object with these three methods."""
+
+    def reset_peak(self) -> None:
+        """Start a new interval: the next `peak()` looks back no further than this call."""
+
+    def peak(self) -> int:
+        """Return the highest use since `reset_peak()`, in bytes."""
+
+    def limit(self) -> int | None:
+        """Return the most this process can hold now, in bytes, or None when nobody knows."""
+
+
+class AcceleratorReader:
+    """Counters of an accelerator's caching allocator; reading them does not wait for the device.
+
+    Args:
+        device: the accelerator, with its index or as the current one of its type.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+
+    def reset_peak(self) -> None:
+        """Start a new interval at what is allocated now."""
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Return the highest bytes held by tensors since the last reset."""
+        return torch.accelerator.max_memory_allocated(self.device)
+
+    def peak_reserved(self) -> int:
+        """Return the highest bytes the allocator held from the device since the last reset, its cache included."""
+        return torch.accelerator.max_memory_reserved(self.device)
+
+    def alloc_retries(self) -> int:
+        """Return how often, since the start, an allocation succeeded only after the cache was flushed."""
+        return self._count("num_alloc_retries")
+
+    def ooms(self) -> int:
+        """Return how many out-of-memory errors the allocator has raised since the start."""
+        return self._count("num_ooms")
+
+    def limit(self) -> int | None:
+        """Return what this process can hold: the device's free memory and what its allocator has already reserved.
+
+        On a card of its own that is the whole device, less the driver's context; on a shared card, less what others
+        hold. None for a backend that does not tell its free memory.
+        """
+        read = getattr(torch.get_device_module(self.device), "mem_get_info", None)
+        if read is None:
+            return None
+        free, total = read(self.device)
+        room = int(free) + torch.accelerator.memory_reserved(self.device)
+        return min(room, int(total))
+
+    def _count(self, name: str) -> int:
+        return int(torch.accelerator.memory_stats(self.device).get(name, 0))
+
+
+class HostReader:
+    """The resident size of this process, as the kernel keeps it.
+
+    The peak is `VmHWM`, which Linux resets when "5" is written to `/proc/self/clear_refs`. Where that is not allowed
+    the peak is the one since the process started, which is said once in the log. Pages the process gave back to
+    its C library but not to the kernel still count: call `release_unused` before a measurement that has to be tight.
+
+    Args:
+        proc: where the kernel tells about this process.
+        cgroup: where control groups are mounted.
+    """
+
+    def __init__(self, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc, self._cgroup = proc, cgroup
+        self._can_reset = True
+
+    def reset_peak(self) -> None:
+        """Start a new interval at the current resident size, where the kernel lets us."""
+        if not self._can_reset:
+            return
+        try:
+            # 5 resets the peak resident size and nothing else: proc(5), /proc/pid/clear_refs.
+            (self._proc / "self/clear_refs").write_text("5")
+        except OSError as error:
+            self._can_reset = False
+            log.warning(
+                "The host's peak memory can't be reset (%s): memory figures are the highest since this process "
+                "started, not since the last logged step.",
+                error,
+            )
+
+    def peak(self) -> int:
+        """Return the highest resident bytes since the last reset.
+
+        Raises:
+            OSError: where the system tells neither in /proc nor through `getrusage`.
+        """
+        return _kib(_fields(self._proc / "self/status"), "VmHWM") or _peak_since_start()
+
+    def current(self) -> int:
+        """Return the resident bytes now; where the kernel doesn't tell, the highest since the start."""
+        return _kib(_fields(self._proc / "self/status"), "VmRSS") or _peak_since_start()
+
+    def limit(self) -> int | None:
+        """Return what this process can hold now: its own resident bytes and those still to be had.
+
+        To be had is what the kernel says is available without swapping, and no more than what the tightest control
+        group above the process has left.
+        """
+        rooms = list(_group_rooms(self._proc, self._cgroup))
+        available = _kib(_fields(self._proc / "meminfo"), "MemAvailable")
+        if available is not None:
+            rooms.append(available)
+        return self.current() + max(min(rooms), 0) if rooms else None
+
+
+class AllocatorReader:
+    """Every byte of PyTorch's CPU allocator, exactly, while entered: for tests and benchmarks.
+
+    The running sum of the profiler's memory events, which start at zero on entering: tensors that were there before
+    count only when they are freed, as negative bytes. It profiles the thread that entered it and the backward passes
+    started there, slows every operator down, and can't be used within another profile.
+
+    Args:
+        limit: the bytes to report as this machine's limit; None when there is none.
+    """
+
+    def __init__(self, *, limit: int | None = None) -> None:
+        self._limit = limit
+        self._now = self._peak = 0
+        self._recording: _compat.AllocationRecording | None = None
+
+    def __enter__(self) -> Self:
+        if self._recording is not None:
+            raise RuntimeError("this AllocatorReader is already entered; make a second one to measure inside it")
+        self._now = self._peak = 0
+        self._recording = _compat.AllocationRecording()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._recording is not None:
+            self._count(self._recording.stop())
+        self._recording = None
+
+    def reset_peak(self) -> None:
+        """Start a new interval at what is allocated now."""
+        self._read()
+        self._peak = self._now
+
+    def peak(self) -> int:
+        """Return the highest running sum since the last reset; after the exit, up to the exit."""
+        self._read()
+        return self._peak
+
+    def current(self) -> int:
+        """Return the running sum: bytes allocated less bytes freed since entering."""
+        self._read()
+        return self._now
+
+    def limit(self) -> int | None:
+        """Return the limit this reader was given."""
+        return self._limit
+
+    def _read(self) -> None:
+        if self._recording is not None:
+            self._count(self._recording.restart())
+
+    def _count(self, deltas: list[int]) -> None:
+        for delta in deltas:
+            self._now += delta
+            self._peak = max(self._peak, self._now)
+
+
+_overrides: list[MemoryReader] = []
+
+
+@contextlib.contextmanager
+def use_reader(reader: MemoryReader) -> Iterator[MemoryReader]:
+    """Let monitor, planner and tuner read memory from `reader` while the context is open, whatever the device.
+
+    Raises:
+        TypeError: when `reader` lacks one of the protocol's methods.
+    """
+    if not isinstance(reader, MemoryReader):
+        raise TypeError(
+            f"use_reader: {reader!r} is no MemoryReader; give an object with reset_peak(), peak() -> int (bytes) and "
+            "limit() -> int | None (bytes)"
+        )
+    _overrides.append(reader)
+    try:
+        yield reader
+    finally:
+        _overrides.remove(reader)
+
+
+def reader_for(device: torch.device | str) -> MemoryReader:
+    """Return the innermost `use_reader` reader, or else the one that reads the memory of `device`."""
+    if _overrides:
+        return _overrides[-1]
+    device = torch.device(device)
+    current = torch.accelerator.current_accelerator()
+    if current is not None and device.type == current.type and device.type != "mps":
+        return AcceleratorReader(device)
+    return HostReader()  # unified memory (mps) and devices without an allocator of their own are host memory
+
+
+def release_unused(device: torch.device | str) -> None:
+    """Give back memory that nothing uses, so that the next measurement starts from what is really held.
+
+    Collects garbage, empties the accelerator's cache, and asks the C library to return its free pages to the kernel.
+    """
+    gc.collect()
+    if torch.device(device).type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _peak_since_start() -> int:
+    """`getrusage`'s peak, where /proc does not tell: kilobytes on Linux, bytes on macOS."""
+    try:
+        import resource  # Windows has no such module
+    except ImportError as error:
+        raise OSError(
+            "this system does not tell the peak memory of a process; measure with a reader of your own: "
+            "`with lightning_ckpt.memory.use_reader(reader):`"
+        ) from error
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """Return the `name: value` or `name value` lines of a kernel file; nothing where it can't be read."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(maxsplit=1) for line in lines)
+    return {pair[0].rstrip(":"): pair[1] for pair in pairs if len(pair) == 2}
+
+
+def _kib(fields: dict[str, str], name: str) -> int | None:
+    return int(fields[name].split()[0]) * 1024 if name in fields else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return None
+
+
+def _group_rooms(proc: Path, mount: Path) -> Iterator[int]:
+    """Yield the bytes left in each control group above the process that has a limit (cgroup v2, then v1)."""
+    paths = _group_paths(proc)
+    for base, limit, usage, cache in (
+        (mount, "memory.max", "memory.current", "inactive_file"),
+        (mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for group in _with_parents(paths.get("memory" if base != mount else "", "/")):
+            folder = base / group
+            most, used = _number(folder / limit), _number(folder / usage)
+            if most is None or used is None:
+                continue
+            # The kernel drops file pages nobody has touched lately before it refuses memory.
+            yield most - used + int(_fields(folder / "memory.stat").get(cache, 0))
+
+
+def _group_paths(proc: Path) -> dict[str, str]:
+    """Return the process's group by controller, "" for cgroup v2, from `id:controllers:path` lines."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return {}
+    rows = (line.split(":", 2) for line in lines)
+    return {name: row[2] for row in rows if len(row) == 3 for name in row[1].split(",")}
+
+
+def _with_parents(path: str) -> Iterator[str]:
+    """Yield the group and every group above it, down to the mount's root ("")."""
+    group = PurePosixPath(path.lstrip("/"))
+    yield from dict.fromkeys([str(group), *(str(parent) for parent in group.parents), "."])
