@@ -1,1 +1,56 @@
-"""The command line `lightning-ckpt`."""
+"""The command line `lightning-ckpt`: one module a command, each with `parser()` and `run(options) -> exit code`."""
+
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from lightning_ckpt.cli import blocks, explain
+from lightning_ckpt.cli._command import ExamplesAsWritten, UsageError
+
+COMMANDS = {"explain": explain, "blocks": blocks}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: what follows the program's name; None for those of this process.
+
+    Returns:
+        0 when all is well, 1 when what was asked about is not so, 2 when the command can't be carried out as written.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _parser().parse_args(words)
+        run: Callable[[Namespace], int] = COMMANDS[options.subcommand].run
+        return run(options[options.subcommand])
+    except (ArgumentError, UsageError) as error:
+        if "--traceback" in words:
+            traceback.print_exception(error)
+        print(f"lightning-ckpt: {_one_line(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-ckpt",
+        description="Activation checkpointing for PyTorch Lightning: understand it, and see what it would do.",
+        epilog="Each command has its own --help with examples: lightning-ckpt explain --help",
+        formatter_class=ExamplesAsWritten,
+        exit_on_error=False,
+    )
+    commands = parser.add_subcommands(title="commands", metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = module.parser()
+        commands.add_subcommand(name, command, help=command.description)
+    return parser
+
+
+def _one_line(message: str) -> str:
+    """The parser's own messages span lines, and name options and types as Python does."""
+    message = re.sub(r'Parser key "([\w.]+)":', r"--\1:", message)
+    message = message.replace("a <class 'int'>", "a whole number")
+    return re.sub(r"\s+", " ", message).strip()

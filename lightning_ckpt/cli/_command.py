@@ -1,0 +1,33 @@
+"""What every command has: options, an error for people, JSON."""
+
+import argparse
+import json
+from typing import Any
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+
+class UsageError(Exception):
+    """The command can't be carried out as written; its text is the one line a person reads."""
+
+
+class ExamplesAsWritten(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a parser's epilog as they are written."""
+
+
+def command_parser(description: str, examples: str) -> ArgumentParser:
+    """Return a command's parser with the options that all commands share."""
+    parser = ArgumentParser(
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=ExamplesAsWritten,
+        exit_on_error=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--traceback", action="store_true", help="on an error, print where it came from too")
+    return parser
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object; sizes in it are bytes."""
+    print(json.dumps(value, indent=2))
