@@ -1,0 +1,91 @@
+"""A call's arguments with the tensors taken out, to be called again later.
+
+PyTorch saves, watches and offloads only the tensors that a checkpointed function takes by position: a tensor found
+inside a container or a keyword that is changed in place gives zero gradients without an error, and the random state
+of a device found only there is not saved. So every tensor goes in by position, and the rest is rebuilt around it.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor, by its index."""
+
+    index: int
+
+
+class Arguments:
+    """The positional and keyword arguments of one call, as they were when it was made.
+
+    Containers are copied, since callers fill and change them between one block and the next: tuples, named tuples,
+    lists, dicts, dataclasses, and key-value caches as Hugging Face has them. Any other object is passed on as it is.
+
+    Attributes:
+        tensors: every tensor among the arguments once, in the order of their first appearance.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        # A tensor passed twice stays one tensor in the replay: attention takes another path if `query is key`.
+        slots: dict[int, _Slot] = {}
+
+        def take(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return _rebuilt(value, take)
+            if id(value) not in slots:
+                slots[id(value)] = _Slot(len(self.tensors))
+                self.tensors.append(value)
+            return slots[id(value)]
+
+        self._args = tuple(map(take, args))
+        self._kwargs = {name: take(value) for name, value in kwargs.items()}
+
+    def take_tensors(self) -> list[Tensor]:
+        """Hand the tensors over, so that whoever saves them is the only one to keep them alive."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with `tensors` in the places of the originals."""
+
+        def put(value: Any) -> Any:
+            return tensors[value.index] if isinstance(value, _Slot) else _rebuilt(value, put)
+
+        return tuple(map(put, self._args)), {name: put(value) for name, value in self._kwargs.items()}
+
+
+def _rebuilt(value: Any, visit: Callable[[Any], Any]) -> Any:
+    """A copy of a container with every part visited; anything that is no container, itself."""
+    if value is None or isinstance(value, bool | int | float | str | _Slot):
+        return value
+    if isinstance(value, tuple):
+        parts = map(visit, value)
+        # Not the constructor: that of a PackedSequence, for one, computes its fields anew.
+        return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts) if type(value) is tuple else value
+    if isinstance(value, dict):
+        copied: Any = copy.copy(value)
+        for key, part in value.items():
+            copied[key] = visit(part)
+        return copied
+    if isinstance(value, list):
+        copied = copy.copy(value)
+        copied[:] = map(visit, value)
+        return copied
+    if is_dataclass(value) and not isinstance(value, type):
+        return _copied(value, {f.name: visit(getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)})
+    if hasattr(type(value), "get_seq_length") and hasattr(type(value), "update"):
+        return _copied(value, {name: visit(part) for name, part in vars(value).items()})
+    return value
+
+
+def _copied(value: Any, parts: dict[str, Any]) -> Any:
+    copied = copy.copy(value)
+    for name, part in parts.items():
+        object.__setattr__(copied, name, part)  # also where a dataclass is frozen
+    return copied

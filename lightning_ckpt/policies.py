@@ -1,0 +1,327 @@
+"""What a checkpointed block recomputes and what it keeps: policies as frozen values."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from lightning_ckpt._compat import OpOverload, OpOverloadPacket
+
+_log = logging.getLogger(__name__)
+
+Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Operator: TypeAlias = str | OpOverload | OpOverloadPacket
+
+_MATMULS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_mm",  # float8 matrix products
+    "aten._grouped_mm",  # the experts of a mixture, one product each
+)
+_CONVOLUTIONS = (
+    "aten.convolution",
+    "aten._convolution",  # what `torch.jit` traces call
+    "aten.cudnn_convolution",
+    "aten.convolution_overrideable",  # out-of-tree backends
+)
+# One kernel runs, whichever backend `scaled_dot_product_attention` picks: all are listed, and a test runs one of them.
+_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_fused_attention_overrideable",  # out-of-tree backends
+    "aten._flash_attention_forward",  # nested tensors call these two directly
+    "aten._efficient_attention_forward",
+    "flash_attn._flash_attn_forward",  # the flash-attn package, where it is imported
+    "flash_attn_3.fwd",
+)
+# Communication that a replay would repeat on every rank. Waiting on a kept result is free: `wait_tensor` is not listed.
+_COLLECTIVES = (
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.reduce_scatter_tensor",
+    "_c10d_functional.all_gather_into_tensor",
+    "_c10d_functional.all_to_all_single",
+)
+# A router's choice must not flip between forward and replay, and its result is tiny.
+_ROUTING = ("aten.topk",)
+
+_COMPUTE = (*_MATMULS, *_CONVOLUTIONS, *_ATTENTION, *_COLLECTIVES, *_ROUTING)
+_PRESETS = {
+    "compute": _COMPUTE,
+    "attention": (*_ATTENTION, *_COLLECTIVES),
+    "every_other_matmul": _COMPUTE,
+}
+
+
+@dataclass(frozen=True)
+class Full:
+    """Recompute whole blocks: the least memory, for one more forward pass of each block.
+
+    A block keeps its inputs and nothing else; everything inside is replayed when backward reaches it. `every` and
+    `select` leave some blocks alone: choose one of the two.
+
+    Args:
+        every: checkpoint one block in `every`, in the order in which the model holds them: 2 takes blocks 0, 2, 4, ...
+        select: which blocks, counted from 0: `"first-4"`, `"last-4"`, `"middle-4"`, `"range-2-9"` (both ends included),
+            the indices themselves (negative ones count from the end), or a number of blocks to spread evenly. A spread
+            leaves the last block out first: its replay comes at once, so keeping it whole costs the peak least.
+
+    Raises:
+        ValueError: an argument is out of range, or both are given. An index that the model does not have is only seen
+            when the policy is applied: `choose` raises it.
+    """
+
+    every: int = 1
+    select: str | int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.every):
+            raise ValueError(f"Full(every={self.every!r}): accepted is a whole number of at least 1")
+        if self.select is None:
+            return
+        if self.every != 1:
+            raise ValueError(
+                f"Full(every={self.every}, select={self.select!r}): both choose blocks; give one of the two"
+            )
+        if isinstance(self.select, str):
+            _parse_range(self.select)
+        elif isinstance(self.select, Sequence):
+            if not self.select or not all(isinstance(i, int) and not isinstance(i, bool) for i in self.select):
+                raise ValueError(f"Full(select={self.select!r}): accepted is a list of block indices, at least one")
+            object.__setattr__(self, "select", tuple(self.select))
+        elif not _is_count(self.select):
+            raise ValueError(f"Full(select={self.select!r}): {_SELECT_ACCEPTS}")
+
+    def choose(self, count: int) -> list[int]:
+        """Indices of the blocks to checkpoint among `count` blocks, rising.
+
+        Raises:
+            ValueError: `select` names a block that `count` blocks do not have.
+        """
+        if self.select is None:
+            return list(range(0, count, self.every))
+        if isinstance(self.select, str):
+            chosen = _indices_of_range(self.select, count)
+        elif isinstance(self.select, int):
+            wanted = self.select
+            chosen = [i * count // wanted for i in range(wanted)] if wanted <= count else [count]
+        else:
+            chosen = sorted({i + count if i < 0 else i for i in self.select})
+        if not chosen or chosen[0] < 0 or chosen[-1] >= count:
+            raise ValueError(
+                f"Full(select={self.select!r}): the model has {count} blocks, counted from 0 to {count - 1}"
+            )
+        return chosen
+
+    def contexts(self) -> "ReplayContexts":
+        """Nothing around forward or replay: everything in the block is replayed."""
+        return ReplayContexts()
+
+
+@dataclass(frozen=True)
+class SelectiveOps:
+    """Recompute the cheap operators of a block and keep the results of the expensive ones.
+
+    Most of a block's replay time goes into a few operators; keeping their results costs memory, and what remains to be
+    replayed is nearly free. A kept result is a result even where autograd would not have saved it, so on blocks that
+    are mostly matrix products this can keep more than no checkpointing at all: compare the measured peaks.
+    A graph may go backward once only (no `retain_graph`, no gradient penalty): PyTorch frees each kept result as it is
+    used.
+
+    Args:
+        save: the operators to keep, by the name of a preset or as a list.
+
+            - `"compute"`: matrix products, convolutions, attention kernels, collectives, top-k.
+            - `"attention"`: the attention kernel of whichever backend runs, and collectives.
+            - `"every_other_matmul"`: as `"compute"`, with every second matrix product replayed.
+            - a list of operators: `"aten.mm"` (every overload), `"aten.mm.default"`, or the objects themselves
+              (`torch.ops.aten.mm`). A listed operator that never ran is said, once, in the log.
+
+    Raises:
+        ValueError: an unknown preset or operator, or an empty list.
+    """
+
+    save: str | Sequence[Operator] = "compute"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.save, str) and self.save not in _PRESETS and "." not in self.save:
+            raise ValueError(
+                f"SelectiveOps(save={self.save!r}): accepted are the presets {', '.join(map(repr, _PRESETS))}, "
+                'an operator such as "aten.mm", or a list of operators'
+            )
+        if not self.save:
+            raise ValueError(f"SelectiveOps(save={self.save!r}): accepted is a list of at least one operator")
+        self._listed()
+        if not isinstance(self.save, str):
+            # By name: names compare, pickle and go into a run's config; `str` of an operator is its name.
+            object.__setattr__(self, "save", tuple(map(str, self.save)))
+
+    def choose(self, count: int) -> list[int]:
+        """Indices of the blocks to checkpoint among `count` blocks: all of them."""
+        return list(range(count))
+
+    def contexts(self) -> "ReplayContexts":
+        """What keeps the listed operators' results in one application of the policy."""
+        listed = self._listed()
+        kept = frozenset().union(*listed.values())
+        thinned = _resolve_all(_MATMULS) if self.save == "every_other_matmul" else frozenset()
+        ran: set[Any] = set()
+
+        def make() -> Contexts:
+            # Forward and replay count apart: releases of PyTorch before 2.13 ask the policy in both.
+            matmuls = {False: 0, True: 0}
+
+            def policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+                ran.add(op)
+                if op in thinned:
+                    matmuls[ctx.is_recompute] += 1
+                    if matmuls[ctx.is_recompute] % 2 == 0:
+                        return CheckpointPolicy.PREFER_RECOMPUTE
+                return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+            contexts: Contexts = create_selective_checkpoint_contexts(policy)
+            return contexts
+
+        said = False
+
+        def say_what_never_ran() -> None:
+            nonlocal said
+            if said:
+                return
+            said = True
+            unused = [name for name, overloads in listed.items() if name and overloads.isdisjoint(ran)]
+            if unused:
+                expensive = sorted(str(op) for op in ran & _resolve_all(_COMPUTE))
+                _log.warning(
+                    "SelectiveOps keeps the results of %s, which never ran in the checkpointed blocks. "
+                    "Expensive operators that did run: %s",
+                    ", ".join(unused),
+                    ", ".join(expensive) or "none",
+                )
+
+        return ReplayContexts(make, say_what_never_ran)
+
+    def _listed(self) -> dict[str, frozenset[OpOverload]]:
+        """The overloads to keep, by the name the user gave; a preset has no names, only what this PyTorch knows."""
+        if isinstance(self.save, str) and self.save in _PRESETS:
+            return {"": _resolve_all(_PRESETS[self.save])}
+        operators = (self.save,) if isinstance(self.save, str) else self.save
+        return {str(operator): _resolve(operator) for operator in operators}
+
+
+@dataclass(frozen=True)
+class ReplayContexts:
+    """What a policy puts around the calls of its blocks.
+
+    Args:
+        make: gives the two contexts of one call: around its forward, and around its replay.
+        on_replay: called when a block is about to be replayed; the first time, the forward pass is over.
+    """
+
+    make: Callable[[], Contexts] = noop_context_fn
+    on_replay: Callable[[], None] = lambda: None
+
+
+Policy: TypeAlias = Full | SelectiveOps
+
+
+def resolve_policy(policy: str | Policy) -> Policy:
+    """The policy object that a shorthand stands for.
+
+    Raises:
+        ValueError: an unknown shorthand, or something that is no policy.
+    """
+    if isinstance(policy, Full | SelectiveOps):
+        return policy
+    if policy == "full":
+        return Full()
+    if policy == "selective":
+        return SelectiveOps()
+    raise ValueError(
+        f'policy={policy!r}: accepted are "full", "selective", and the policy objects Full(...) and SelectiveOps(...)'
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+_SELECT_ACCEPTS = (
+    'accepted are "first-4", "last-4", "middle-4", "range-2-9", a list of block indices, or a count of blocks to spread'
+)
+
+
+def _parse_range(select: str) -> tuple[str, list[int]]:
+    """The word and the numbers of `"first-4"`, `"last-4"`, `"middle-4"` or `"range-2-9"`."""
+    word, *numbers = select.split("-")
+    wanted = {"first": 1, "last": 1, "middle": 1, "range": 2}.get(word)
+    if len(numbers) != wanted or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"Full(select={select!r}): {_SELECT_ACCEPTS}")
+    values = [int(number) for number in numbers]
+    if (word == "range" and values[0] > values[1]) or (word != "range" and values[0] == 0):
+        raise ValueError(f"Full(select={select!r}) chooses no block: {_SELECT_ACCEPTS}")
+    return word, values
+
+
+def _indices_of_range(select: str, count: int) -> list[int]:
+    word, values = _parse_range(select)
+    if word == "range":
+        return list(range(values[0], values[1] + 1))
+    start = {"first": 0, "last": count - values[0], "middle": (count - values[0]) // 2}[word]
+    return list(range(start, start + values[0]))
+
+
+def _resolve(operator: Operator) -> frozenset[OpOverload]:
+    """Every overload that an operator, or its name, stands for."""
+    if isinstance(operator, OpOverload):
+        return frozenset((operator,))
+    if isinstance(operator, OpOverloadPacket):
+        return frozenset(getattr(operator, overload) for overload in operator.overloads())
+    if isinstance(operator, str):
+        try:
+            return _resolve(_operator_named(operator))
+        except (AttributeError, ValueError):
+            raise ValueError(
+                f"SelectiveOps(save={operator!r}): this PyTorch has no such operator{_near(operator)}. Accepted are "
+                f'the presets {", ".join(map(repr, _PRESETS))} and operators such as "aten.mm"'
+            ) from None
+    raise ValueError(
+        f'SelectiveOps(save={operator!r}): accepted are names such as "aten.mm" and operators such as torch.ops.aten.mm'
+    )
+
+
+def _operator_named(name: str) -> Any:
+    """`torch.ops.aten.mm` for `"aten.mm"`."""
+    namespace, operator, *overload = name.split(".")
+    packet = getattr(getattr(torch.ops, namespace), operator)
+    return getattr(packet, *overload) if overload else packet
+
+
+def _near(name: str) -> str:
+    namespace, _, operator = name.partition(".")
+    near = get_close_matches(operator, dir(getattr(torch.ops, namespace, None)), n=1)
+    return f"; the nearest name is {namespace}.{near[0]}" if near else ""
+
+
+def _resolve_all(names: Iterable[str]) -> frozenset[OpOverload]:
+    """The overloads of those operators that exist here: a preset also names other machines' operators."""
+    found: set[OpOverload] = set()
+    for name in names:
+        try:
+            found |= _resolve(_operator_named(name))
+        except AttributeError:
+            continue
+    return frozenset(found)

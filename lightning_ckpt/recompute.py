@@ -1,0 +1,327 @@
+"""A block's forward, replayed: activation checkpointing of the blocks of any module.
+
+A checkpointed block keeps its class, its place and its names. Only its `forward` is replaced, on the instance, by an
+object that runs the block's own forward under `torch.utils.checkpoint`, so `state_dict` keys, hooks, `isinstance` and
+checkpoint files are those of the plain model.
+"""
+
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from itertools import chain
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from lightning_ckpt.arguments import Arguments
+from lightning_ckpt.blocks import Blocks, find_blocks
+from lightning_ckpt.coverage import Coverage, Portion
+from lightning_ckpt.owners import owner_of
+from lightning_ckpt.policies import Policy, resolve_policy
+from lightning_ckpt.replay_state import ReplayState, tensor_version
+
+DeterminismCheck = Literal["default", "none"]
+
+# Backward runs replays on a thread of its own for each device, so the flag belongs to the thread.
+_replaying = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs in a replay, to keep what must happen once a step out of it.
+
+    Example:
+        >>> class Router(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         if not is_recomputing():
+        ...             self.calls = getattr(self, "calls", 0) + 1
+        ...         return x
+    """
+    return not torch.compiler.is_compiling() and getattr(_replaying, "depth", 0) > 0
+
+
+@contextmanager
+def _recomputing() -> Iterator[None]:
+    _replaying.depth = getattr(_replaying, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _replaying.depth -= 1
+
+
+class _How:
+    """How the blocks of one application are checkpointed."""
+
+    def __init__(self, policy: Policy, preserve_rng_state: bool, determinism_check: DeterminismCheck) -> None:
+        self.policy = policy
+        self.preserve_rng_state = preserve_rng_state
+        self.determinism_check = determinism_check
+        self.contexts = policy.contexts()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _How, (self.policy, self.preserve_rng_state, self.determinism_check)  # contexts are local functions
+
+    def run(self, function: Callable[..., Any], tensors: Sequence[Any], early_stop: bool) -> Any:
+        options: dict[str, Any] = {}
+        if self.contexts.make is not noop_context_fn:
+            # `torch.compile` takes a partial made on the spot, and no function that it finds on an object.
+            options["context_fn"] = partial(self.contexts.make)
+        return checkpoint(
+            function,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=self.preserve_rng_state,
+            determinism_check=self.determinism_check,
+            early_stop=early_stop,
+            **options,
+        )
+
+
+class CheckpointedForward:
+    """What stands in the place of a block's forward: the same forward, its activations recomputed in backward.
+
+    It refers to its block weakly, so that it makes no reference cycle that delays the freeing of device memory. A copy
+    or an unpickled one refers to the copy: a model's copy runs its own weights, checkpointed as the original.
+
+    Args:
+        block: the module whose forward it stands for.
+        name: the block's qualified name, for messages.
+        how: the settings it shares with the other blocks.
+        early_stop: whether a replay ends once the last tensor that backward needs is there.
+        replaced: the forward that another library had put on the instance. The class's own is looked up at each call,
+            since `fully_shard` swaps the class.
+    """
+
+    def __init__(
+        self, block: nn.Module, name: str, how: _How, early_stop: bool, replaced: Callable[..., Any] | None
+    ) -> None:
+        self.name = name
+        self.how = how
+        self.early_stop = early_stop
+        self.replaced = replaced
+        self.active = True
+        self.state = ReplayState()
+        self._block = weakref.ref(block)
+
+    @property
+    def block(self) -> nn.Module:
+        """The module whose forward this stands for."""
+        block = self._block()
+        if block is None:
+            raise ReferenceError(f"the block {self.name!r}, whose forward this is, has been freed")
+        return block
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.replaced or type(self.block).forward.__get__(self.block))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self.block
+        if not (self.active and torch.is_grad_enabled()):
+            return self.plain(block, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            # The compiler tracks tensors wherever they are; keywords are kept from `checkpoint`, which has its own.
+            return self.how.run(lambda *given: self.plain(block, *given, **kwargs), args, self.early_stop)
+        arguments = Arguments(args, kwargs)
+        if not any(tensor.requires_grad for tensor in chain(arguments.tensors, block.parameters())):
+            return self.plain(block, *args, **kwargs)
+        call = _Call(self, block, arguments, args, kwargs)
+        return self.how.run(call, arguments.take_tensors(), self.early_stop)
+
+    def plain(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        return self.replaced(*args, **kwargs) if self.replaced else type(block).forward(block, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the block its own forward back; where another library has patched over this one, stand aside."""
+        block = self._block()
+        if block is None:
+            return
+        if block.__dict__.get("forward") is not self:
+            self.active = False
+        elif self.replaced:
+            block.forward = self.replaced
+        else:
+            del block.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointedForward":
+        block, replaced = deepcopy((self.block, self.replaced), memo)
+        return CheckpointedForward(block, self.name, self.how, self.early_stop, replaced)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointedForward, (self.block, self.name, self.how, self.early_stop, self.replaced)
+
+
+class _Call:
+    """One call of a checkpointed block: its forward at first, then a replay each time backward asks for one.
+
+    It keeps the block alive, since a graph may go backward after its model is gone.
+    """
+
+    def __init__(
+        self,
+        forward: CheckpointedForward,
+        block: nn.Module,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._forward = forward
+        self._block = block
+        self._arguments = arguments
+        # The forward gets the caller's own objects, which it may fill; a replay gets copies as they were before.
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._buffers = forward.state.before_forward(block)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._given is None:
+            return self._replay(tensors)
+        (args, kwargs), self._given = self._given, None
+        versions = [tensor_version(tensor) for tensor in tensors]
+        output = self._forward.plain(self._block, *args, **kwargs)
+        self._forward.state.after_forward(self._buffers)
+        for tensor, version in zip(tensors, versions, strict=True):
+            if tensor_version(tensor) != version:
+                raise self._changed_in_place(tensor)
+        return output
+
+    def _replay(self, tensors: tuple[Tensor, ...]) -> None:
+        self._forward.how.contexts.on_replay()
+        args, kwargs = self._arguments.rebuild(tensors)
+        with _recomputing(), self._forward.state.as_before(self._buffers):
+            self._forward.plain(self._block, *args, **kwargs)
+
+    def _changed_in_place(self, tensor: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"The block {self._forward.name!r} ({type(self._block).__name__}) changed one of its inputs in place (a "
+            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}), so it can't be replayed from that input. Write "
+            "`x = x + 1` for `x += 1`, turn off `inplace=True` in the block's first layer, or leave the block out of "
+            "`blocks`."
+        )
+
+
+class CheckpointedBlocks:
+    """The handle that `checkpoint_blocks` returns: says what is covered, and undoes it.
+
+    As a context manager it undoes on the way out, also after an exception.
+    """
+
+    def __init__(self, forwards: dict[str, CheckpointedForward], coverage: Coverage) -> None:
+        self._forwards = forwards
+        self._coverage = coverage
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The qualified names of the checkpointed blocks, in order; none after `remove`."""
+        return tuple(self._forwards)
+
+    def report(self) -> Coverage:
+        """Which portions of the model were checkpointed; prints as a rich table."""
+        return self._coverage
+
+    def remove(self) -> None:
+        """Give every block its own forward back. A second call does nothing."""
+        for forward in self._forwards.values():
+            forward.remove()
+        self._forwards = {}
+
+    def __enter__(self) -> "CheckpointedBlocks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def checkpoint_blocks(
+    model: nn.Module,
+    policy: str | Policy = "full",
+    *,
+    blocks: Blocks | None = None,
+    preserve_rng_state: bool = True,
+    determinism_check: DeterminismCheck = "default",
+) -> CheckpointedBlocks:
+    """Checkpoint the blocks of any module: keep their inputs, and recompute the rest in backward.
+
+    Loss, gradients, buffers and random numbers stay those of the plain model. Where no gradient is recorded, and where
+    a block has nothing to save (no parameter and no input that requires grad), its forward runs as it is.
+
+    Args:
+        model: any module. It keeps its class, names and `state_dict`.
+        policy: `"full"`, `"selective"`, `Full(...)` or `SelectiveOps(...)`.
+        blocks: what to checkpoint; see `find_blocks`.
+        preserve_rng_state: replay with the random numbers of the forward. Without it a replayed dropout draws another
+            mask, and the gradients are wrong.
+        determinism_check: `"default"` compares shapes, dtypes and devices of what is replayed; `"none"` does not.
+
+    Returns:
+        A handle: `.blocks`, `.report()`, `.remove()`; also a context manager.
+
+    Raises:
+        ValueError: an argument is out of range, or no block was found.
+        TypeError: an argument of another kind.
+
+    Blocks that can't be checkpointed are left alone with a warning that says why: already checkpointed, by an earlier
+    call or by the model's owner, or compiled by TorchScript.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "abc"])
+        >>> handle = checkpoint_blocks(model, Full(every=2))
+        >>> handle.blocks
+        ('0', '2')
+        >>> handle.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r}: accepted is a torch.nn.Module")
+    if determinism_check not in get_args(DeterminismCheck):
+        raise ValueError(f"determinism_check={determinism_check!r}: accepted are {get_args(DeterminismCheck)}")
+    if not isinstance(preserve_rng_state, bool):
+        raise TypeError(f"preserve_rng_state={preserve_rng_state!r}: accepted are True and False")
+    policy = resolve_policy(policy)
+    found = find_blocks(model, blocks)
+    chosen = {found[index][0] for index in policy.choose(len(found))}
+    left_alone = {name: _why_not(model, name, block) if name in chosen else _BY_POLICY for name, block in found}
+    _warn_of(left_alone)
+    how = _How(policy, preserve_rng_state, determinism_check)
+    forwards = {name: _replace(block, name, how) for name, block in found if left_alone[name] is None}
+    portions = (Portion(name, type(block).__name__, _count(block), left_alone[name]) for name, block in found)
+    return CheckpointedBlocks(forwards, Coverage(str(policy), tuple(portions), _count(model)))
+
+
+_BY_POLICY = "left out by the policy"
+
+
+def _why_not(model: nn.Module, name: str, block: nn.Module) -> str | None:
+    if isinstance(block.__dict__.get("forward"), CheckpointedForward):
+        return "checkpointed by an earlier call, which its own handle undoes"
+    if any(isinstance(module, torch.jit.ScriptModule) for module in block.modules()):
+        return "compiled by TorchScript, which can't be replayed from outside"
+    owner = owner_of(model, name)
+    return owner and f"checkpointed by its owner: {owner}"
+
+
+def _warn_of(left_alone: dict[str, str | None]) -> None:
+    for reason in dict.fromkeys(left_alone.values()):
+        if reason not in (None, _BY_POLICY):
+            names = [name for name, why in left_alone.items() if why == reason]
+            warnings.warn(f"Left alone: {', '.join(names)}: {reason}", stacklevel=3)
+
+
+def _replace(block: nn.Module, name: str, how: _How) -> CheckpointedForward:
+    # PyTorch 2.13's early stop gives the block of an RReLU wrong gradients (pytorch issue 193671).
+    early_stop = not any(isinstance(module, nn.RReLU) for module in block.modules())
+    forward = CheckpointedForward(block, name, how, early_stop, block.__dict__.get("forward"))
+    block.forward = forward
+    return forward
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
