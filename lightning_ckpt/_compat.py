@@ -9,11 +9,13 @@ from typing import Any
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.profiler import profile
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
 # The types of `torch.ops.aten.mm.default` and `torch.ops.aten.mm`. `torch.ops` is public, its element types are not
 # exported, and a list of operators has to be told from anything else a user may pass.
-# `NormBase` is the one class above every BatchNorm, SyncBatchNorm and InstanceNorm; the public names list them singly.
-__all__ = ["AllocationRecording", "NormBase", "OpOverload", "OpOverloadPacket"]
+# `NormBase` is the one class above every BatchNorm, SyncBatchNorm and InstanceNorm, and `DropoutBase` the one above
+# every dropout; the public names list them singly.
+__all__ = ["AllocationRecording", "DropoutBase", "NormBase", "OpOverload", "OpOverloadPacket"]
 
 
 class AllocationRecording:

@@ -60,6 +60,16 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[Named]:
     return _outermost(found)
 
 
+def check_blocks(blocks: Blocks | None) -> None:
+    """Check, before there is a model, that `blocks` is something `find_blocks` accepts.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if blocks is not None:
+        _matcher(blocks)
+
+
 def _callable_modules(model: nn.Module) -> Iterator[Named]:
     """Every module below the model that a forward can call."""
     return ((name, module) for name, module in model.named_modules() if name and not isinstance(module, _HOLDERS))

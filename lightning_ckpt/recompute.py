@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from lightning_ckpt._compat import DropoutBase
 from lightning_ckpt.arguments import Arguments
-from lightning_ckpt.blocks import Blocks, find_blocks
+from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
 from lightning_ckpt.coverage import Coverage, Portion
 from lightning_ckpt.owners import owner_of
 from lightning_ckpt.policies import Policy, resolve_policy
@@ -281,19 +282,36 @@ def checkpoint_blocks(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: accepted is a torch.nn.Module")
-    if determinism_check not in get_args(DeterminismCheck):
-        raise ValueError(f"determinism_check={determinism_check!r}: accepted are {get_args(DeterminismCheck)}")
-    if not isinstance(preserve_rng_state, bool):
-        raise TypeError(f"preserve_rng_state={preserve_rng_state!r}: accepted are True and False")
+    check_options(policy, blocks, preserve_rng_state, determinism_check)
     policy = resolve_policy(policy)
     found = find_blocks(model, blocks)
     chosen = {found[index][0] for index in policy.choose(len(found))}
     left_alone = {name: _why_not(model, name, block) if name in chosen else _BY_POLICY for name, block in found}
     _warn_of(left_alone)
+    if not preserve_rng_state:
+        _warn_of_chance([(name, block) for name, block in found if left_alone[name] is None])
     how = _How(policy, preserve_rng_state, determinism_check)
     forwards = {name: _replace(block, name, how) for name, block in found if left_alone[name] is None}
     portions = (Portion(name, type(block).__name__, _count(block), left_alone[name]) for name, block in found)
     return CheckpointedBlocks(forwards, Coverage(str(policy), tuple(portions), _count(model)))
+
+
+def check_options(
+    policy: str | Policy, blocks: Blocks | None, preserve_rng_state: bool, determinism_check: str
+) -> None:
+    """Check what can be checked before there is a model.
+
+    Raises:
+        ValueError: a policy or a check that does not exist.
+        TypeError: an argument of another kind.
+    """
+    resolve_policy(policy)
+    check_blocks(blocks)
+    if not isinstance(preserve_rng_state, bool):
+        raise TypeError(f"preserve_rng_state={preserve_rng_state!r}: accepted are True and False")
+    if determinism_check not in get_args(DeterminismCheck):
+        accepted = " and ".join(map(repr, get_args(DeterminismCheck)))
+        raise ValueError(f"determinism_check={determinism_check!r}: accepted are {accepted}")
 
 
 _BY_POLICY = "left out by the policy"
@@ -313,6 +331,20 @@ def _warn_of(left_alone: dict[str, str | None]) -> None:
         if reason not in (None, _BY_POLICY):
             names = [name for name, why in left_alone.items() if why == reason]
             warnings.warn(f"Left alone: {', '.join(names)}: {reason}", stacklevel=3)
+
+
+def _warn_of_chance(chosen: list[tuple[str, nn.Module]]) -> None:
+    for name, block in chosen:
+        for below, module in block.named_modules():
+            # Dropout layers call their probability `p`, recurrent and attention layers `dropout`.
+            chance = getattr(module, "p", None) if isinstance(module, DropoutBase) else getattr(module, "dropout", None)
+            if isinstance(module, nn.RReLU) or (isinstance(chance, float) and chance > 0):
+                warnings.warn(
+                    f"preserve_rng_state=False, and {f'{name}.{below}'.rstrip('.')!r} ({type(module).__name__}) draws "
+                    "random numbers: its replay draws others, and the gradients are wrong. Leave preserve_rng_state on",
+                    stacklevel=3,
+                )
+                return
 
 
 def _replace(block: nn.Module, name: str, how: _How) -> CheckpointedForward:

@@ -1,0 +1,143 @@
+"""Activation checkpointing as a Lightning callback."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+
+from lightning_ckpt.blocks import Blocks, find_blocks
+from lightning_ckpt.callbacks._trainer import callbacks_of, set_callbacks
+from lightning_ckpt.callbacks.step_monitor import StepMonitor
+from lightning_ckpt.coverage import Coverage
+from lightning_ckpt.policies import Policy
+from lightning_ckpt.recompute import CheckpointedBlocks, DeterminismCheck, check_options, checkpoint_blocks
+
+
+class ActivationCheckpointing(Callback):
+    """Keep only the inputs of a model's blocks in the forward pass, and recompute the rest in backward.
+
+    Training stays what it was, bit for bit on the CPU: loss, gradients, buffers, random numbers, names, checkpoint
+    files. Memory falls to the blocks' inputs plus the activations of one block; the price is up to one more forward
+    pass of the blocks. Checkpointing helps where activations are most of the memory: long sequences, large batches,
+    deep models. It does not help where parameters and optimizer state are.
+
+    It is in place while `fit` runs and is taken back at its end, also after an exception; `validate`, `test`,
+    `predict` and everything else that records no gradient run as they are. Blocks made in `LightningModule.setup` or
+    `configure_model` are found too. The blocks covered are printed as a table on rank zero, and go into the
+    hyperparameters of every logger.
+
+    Args:
+        policy: what to recompute: `"full"` or `Full(...)`, whole blocks; `"selective"` or `SelectiveOps(...)`, all but
+            the expensive operators.
+        blocks: what to checkpoint: `None` for the model's repeated blocks, a module class, a class name, a glob on the
+            qualified name (`"model.layers.*"`), a predicate `(name, module) -> bool`, or a list of these. Names are
+            those below the `LightningModule`.
+        preserve_rng_state: replay with the random numbers of the forward; needed for dropout.
+        determinism_check: `"default"` compares shapes, dtypes and devices of what is replayed; `"none"` does not.
+        monitor: log memory and throughput each step: `True`, `False`, or a `StepMonitor` of your own. A `StepMonitor`
+            among the trainer's callbacks takes its place.
+
+    Raises:
+        ValueError: an argument is out of range, or, when training starts, no block was found.
+        TypeError: an argument of another kind.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[ActivationCheckpointing()], logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        policy: str | Policy = "full",
+        *,
+        blocks: Blocks | None = None,
+        preserve_rng_state: bool = True,
+        determinism_check: DeterminismCheck = "default",
+        monitor: bool | StepMonitor = True,
+    ) -> None:
+        check_options(policy, blocks, preserve_rng_state, determinism_check)
+        if not isinstance(monitor, bool | StepMonitor):
+            raise TypeError(f"monitor={monitor!r}: accepted are True, False and a StepMonitor(...)")
+        self.policy = policy
+        self.blocks = blocks
+        self.preserve_rng_state = preserve_rng_state
+        self.determinism_check = determinism_check
+        self.monitor = monitor
+        self._handle: CheckpointedBlocks | None = None
+        self._found: list[tuple[str, int]] = []
+        self._added_monitor: StepMonitor | None = None
+
+    def report(self) -> Coverage | None:
+        """Which portions of the model are checkpointed, while `fit` runs; prints as a rich table."""
+        return self._handle.report() if self._handle else None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._undo(trainer)
+        self._add_monitor(trainer, pl_module)
+        try:
+            self._apply(pl_module)
+        except ValueError:
+            # Blocks may be made later, in the module's own `setup` or `configure_model`: `on_fit_start` decides.
+            self._handle = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._handle is None or self._found != _identities(pl_module, self.blocks):
+            self._undo_blocks()
+            self._apply(pl_module)
+        self._announce(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._undo(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._undo(trainer)  # Lightning calls no teardown after an exception
+
+    def _apply(self, pl_module: LightningModule) -> None:
+        self._handle = checkpoint_blocks(
+            pl_module,
+            self.policy,
+            blocks=self.blocks,
+            preserve_rng_state=self.preserve_rng_state,
+            determinism_check=self.determinism_check,
+        )
+        self._found = _identities(pl_module, self.blocks)
+
+    def _undo(self, trainer: Trainer) -> None:
+        self._undo_blocks()
+        if self._added_monitor is not None:
+            set_callbacks(trainer, [other for other in callbacks_of(trainer) if other is not self._added_monitor])
+            self._added_monitor = None
+
+    def _undo_blocks(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _add_monitor(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        callbacks = callbacks_of(trainer)
+        if self.monitor is False or any(isinstance(callback, StepMonitor) for callback in callbacks):
+            return
+        self._added_monitor = StepMonitor() if self.monitor is True else self.monitor
+        place = callbacks.index(self) + 1
+        set_callbacks(trainer, [*callbacks[:place], self._added_monitor, *callbacks[place:]])
+        self._added_monitor.setup(trainer, pl_module, "fit")
+
+    @rank_zero_only
+    def _announce(self, trainer: Trainer) -> None:
+        assert self._handle is not None
+        coverage = self._handle.report()
+        Console().print(coverage)
+        plan: dict[str, Any] = {
+            "policy": coverage.policy,
+            "blocks": [portion.name for portion in coverage.checkpointed],
+        }
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"activation_checkpointing": plan})
+
+
+def _identities(pl_module: LightningModule, blocks: Blocks | None) -> list[tuple[str, int]]:
+    return [(name, id(block)) for name, block in find_blocks(pl_module, blocks)]
