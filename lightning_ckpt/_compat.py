@@ -2,11 +2,15 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from operator import itemgetter
+from types import FrameType
 from typing import Any
 
+from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -15,7 +19,18 @@ from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 # exported, and a list of operators has to be told from anything else a user may pass.
 # `NormBase` is the one class above every BatchNorm, SyncBatchNorm and InstanceNorm, and `DropoutBase` the one above
 # every dropout; the public names list them singly.
-__all__ = ["AllocationRecording", "DropoutBase", "NormBase", "OpOverload", "OpOverloadPacket"]
+# `FakeTensor` has no public name; operators on it are asked for a shape and compute nothing.
+__all__ = [
+    "AllocationRecording",
+    "DropoutBase",
+    "FakeTensor",
+    "NormBase",
+    "OpOverload",
+    "OpOverloadPacket",
+    "compiled_graphs",
+    "in_checkpoint_replay",
+    "is_compiled",
+]
 
 
 class AllocationRecording:
@@ -71,3 +86,32 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def in_checkpoint_replay() -> bool:
+    """Whether the caller runs within a forward that `torch.utils.checkpoint` replays.
+
+    PyTorch tells nobody, and a model that its owner has checkpointed must not have its work counted twice. Looks
+    outward for the frame that replays (`unpack_hook`, or `backward` of the reentrant kind), no further than the
+    backward pass that is being run.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if name == "_engine_run_backward":
+            return False
+        if module == "torch.utils.checkpoint" and name in ("unpack_hook", "backward"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def compiled_graphs() -> int:
+    """How many graphs `torch.compile` has made in this process so far; it has no public count."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")  # nothing is compiled before this is imported
+    return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is `torch.compile`'s wrapper, or was compiled in place; neither leaves a public mark."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
