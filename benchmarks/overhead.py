@@ -3,14 +3,16 @@
     python benchmarks/overhead.py                  # prints, and writes benchmarks/results/overhead_<device>_<yyyymm>.md
     python benchmarks/overhead.py --repeats 20 --no-write
 
-Two copies of the GPT example in its default configuration take the same training steps in one process: one with
-`checkpoint_blocks(model, "full")`, one whose forward calls `checkpoint(block, x, use_reentrant=False)`. The steps are
-interleaved, who goes first alternates, and each pair gives one ratio, so that a machine that slows down slows both.
-The peak is exact: every byte of the CPU allocator over one step, or the accelerator's own counter.
+Copies of the GPT example in its default configuration take the same training steps in one process: one with
+`checkpoint_blocks(model, "full")`, one whose forward calls `checkpoint(block, x, use_reentrant=False)`, and the plain
+model for scale. The steps are interleaved in an order that turns, and each round gives one ratio, so that a machine
+that slows down slows all. The peak is exact: every byte of the CPU allocator over one step, or the accelerator's own
+counter.
 """
 
 import argparse
 import datetime
+import itertools
 import platform
 import random
 import statistics
@@ -49,37 +51,36 @@ class GPTByHand(GPT):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What one of the models took: seconds of each round's step, and the bytes of a step's peak."""
+
+    seconds: list[float]
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """Times in seconds, pair by pair; peaks in bytes."""
-
-    ours: list[float]
-    by_hand: list[float]
-    our_peak: int
-    peak_by_hand: int
-
-    @property
-    def ratios(self) -> list[float]:
-        return [ours / by_hand for ours, by_hand in zip(self.ours, self.by_hand, strict=True)]
-
-    @property
-    def time_ratio(self) -> float:
-        return statistics.median(self.ratios)
-
-    @property
-    def peak_ratio(self) -> float:
-        return self.our_peak / self.peak_by_hand
+    ours: Arm
+    by_hand: Arm
+    plain: Arm
 
     @property
     def reached(self) -> bool:
-        return self.time_ratio <= TIME_TARGET and self.peak_ratio <= PEAK_TARGET
+        time, peak = statistics.median(ratios(self.ours, self.by_hand)), self.ours.peak / self.by_hand.peak
+        return time <= TIME_TARGET and peak <= PEAK_TARGET
 
 
-def make_step(kind: type[GPT], device: torch.device, batch_size: int) -> Callable[[], None]:
-    """Return a function that takes one training step of a new model, seeded alike for every kind."""
+def ratios(arm: Arm, other: Arm) -> list[float]:
+    """Return the ratio of step times, round by round."""
+    return [one / two for one, two in zip(arm.seconds, other.seconds, strict=True)]
+
+
+def make_step(arm: str, device: torch.device, batch_size: int) -> Callable[[], None]:
+    """Return a function that takes one training step of a new model, seeded alike for every arm."""
     torch.manual_seed(0)
-    model = kind().to(device)
+    model = (GPTByHand if arm == "by_hand" else GPT)().to(device)
     model.log = lambda *args, **kwargs: None  # type: ignore[method-assign] - there is no trainer to log to
-    if kind is GPT:
+    if arm == "ours":
         checkpoint_blocks(model, "full")
     sources = Sources(model.hparams["context"])
     batch = {key: value.to(device) for key, value in default_collate([sources[i] for i in range(batch_size)]).items()}
@@ -118,63 +119,70 @@ def peak(step: Callable[[], None], device: torch.device) -> int:
 
 
 def measure(device: torch.device, batch_size: int, repeats: int) -> Result:
-    """Warm both models up, then time them in pairs, each first in every second pair."""
-    pair = [make_step(kind, device, batch_size) for kind in (GPT, GPTByHand)]
-    for step in pair * 3:
+    """Warm all models up, then time them in rounds, each of them first in turn."""
+    steps = {arm: make_step(arm, device, batch_size) for arm in ("ours", "by_hand", "plain")}
+    for step in list(steps.values()) * 3:
         step()
-    times: tuple[list[float], list[float]] = ([], [])
+    seconds: dict[str, list[float]] = {arm: [] for arm in steps}
+    orders = list(itertools.permutations(steps))
     for repeat in range(repeats):
-        for which in (0, 1) if repeat % 2 else (1, 0):
-            times[which].append(timed(pair[which], device))
-    our_peak, peak_by_hand = (peak(step, device) for step in pair)
-    return Result(ours=times[0], by_hand=times[1], our_peak=our_peak, peak_by_hand=peak_by_hand)
+        for arm in orders[repeat % len(orders)]:
+            seconds[arm].append(timed(steps[arm], device))
+    return Result(**{arm: Arm(seconds=seconds[arm], peak=peak(steps[arm], device)) for arm in steps})
 
 
-def interval(ratios: list[float], *, draws: int = 2000) -> tuple[float, float]:
+def interval(values: list[float], *, draws: int = 2000) -> tuple[float, float]:
     """Return the 95 % interval of the median by resampling (percentile bootstrap)."""
     resampled = random.Random(0)
-    medians = sorted(statistics.median(resampled.choices(ratios, k=len(ratios))) for _ in range(draws))
+    medians = sorted(statistics.median(resampled.choices(values, k=len(values))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
-def spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{1000 * middle:.1f} ms (quartiles {1000 * low:.1f} to {1000 * high:.1f})"
+def row(name: str, arm: Arm, other: Arm) -> str:
+    """Return a table row: an arm's step time and peak, and both against another arm's."""
+    low, middle, high = (1000 * quartile for quartile in statistics.quantiles(arm.seconds, n=4))
+    against = ratios(arm, other)
+    least, most = interval(against)
+    return (
+        f"| {name} | {middle:.1f} ms ({low:.1f} to {high:.1f}) | {statistics.median(against):.4f} ({least:.4f} to "
+        f"{most:.4f}) | {format_size(arm.peak)} ({arm.peak:,} bytes) | {arm.peak / other.peak:.4f} |"
+    )
 
 
 def report(result: Result, device: torch.device, batch_size: int) -> str:
     """Return the result as a Markdown page."""
-    low, high = interval(result.ratios)
     name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else platform.machine()
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     return f"""# The replaced forward against `torch.utils.checkpoint` by hand
 
-The GPT example in its default configuration, batch size {batch_size}: {len(result.ours)} pairs of training steps, \
-interleaved.
+The GPT example in its default configuration, batch size {batch_size}: {len(result.ours.seconds)} rounds of one step \
+each, interleaved.
 
-| | `checkpoint_blocks(model, "full")` | by hand | ratio | target |
+| | step time, median (quartiles) | ratio to by hand (95 % interval) | peak of a step | ratio to by hand |
 | --- | --- | --- | --- | --- |
-| step time, median | {spread(result.ours)} | {spread(result.by_hand)} | {result.time_ratio:.4f} \
-(95 % interval {low:.4f} to {high:.4f}) | at most {TIME_TARGET} |
-| peak of a step | {format_size(result.our_peak)} ({result.our_peak:,} bytes) | {format_size(result.peak_by_hand)} \
-({result.peak_by_hand:,} bytes) | {result.peak_ratio:.4f} | at most {PEAK_TARGET:.2f} |
+{row('`checkpoint_blocks(model, "full")`', result.ours, result.by_hand)}
+{row("by hand", result.by_hand, result.by_hand)}
+{row("plain, no checkpointing", result.plain, result.by_hand)}
 
-The time ratio is the median of the pairs' ratios; its interval is a percentile bootstrap over pairs.
+Targets, for the first row: time ratio at most {TIME_TARGET}, peak ratio at most {PEAK_TARGET:.2f}: \
+{"reached" if result.reached else "NOT reached"}.
 
-- Targets {"reached" if result.reached else "NOT reached"}.
+Time ratios are medians over rounds, their intervals a percentile bootstrap over rounds. On a CPU the peak is what the
+step allocates above parameters and optimizer state.
+
 - Device: {device.type}, {name}, {torch.get_num_threads()} threads.
 - torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}.
 - Commit {commit.stdout.strip() or "unknown"}, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}.
-- Made by `python benchmarks/overhead.py --batch-size {batch_size} --repeats {len(result.ours)}`.
+- Made by `python benchmarks/overhead.py --batch-size {batch_size} --repeats {len(result.ours.seconds)}`.
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=8, help="default 8, as the example starts")
-    parser.add_argument("--repeats", type=int, default=60, help="pairs of steps, default 60")
+    parser.add_argument("--repeats", type=int, default=60, help="rounds of steps, default 60")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
 

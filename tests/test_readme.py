@@ -1,0 +1,68 @@
+"""The README is true: its Python runs, its picture is the one that is computed, its tables match the code."""
+
+import re
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader, Subset
+
+from lightning_ckpt.cli import main
+from train_gpt import GPT, Sources
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks_of(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every snippet, in order, with a small model and loader where a reader has their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    data = Subset(Sources(context=16), range(64))
+    names = {"model": GPT(depth=3, width=16, heads=2, context=16), "loader": DataLoader(data, batch_size=2)}
+    for number, source in enumerate(blocks_of("python")):
+        exec(compile(source, f"README.md, snippet {number}", "exec"), names)
+    assert names["trainer"].global_step == 20
+    assert names["model"].token.weight.grad is not None
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+    names["trainer"].logger.experiment.finish()
+
+
+def test_the_picture_is_the_computed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text block is what the command named above it prints."""
+    command = re.search(r"`lightning-ckpt (explain [^`]*)`", README)
+    assert command is not None
+    assert main(command[1].split()) == 0
+    printed = capsys.readouterr().out
+    (picture,) = blocks_of("text")
+    assert printed.startswith(picture)
+
+
+def test_the_promise_is_the_computed_share() -> None:
+    """The figure that is warned about is the picture's own."""
+    assert "47.1% of plain" in README
+    assert "**The 47.1 % is an illustration, not a promise.**" in README
+
+
+def test_it_is_short() -> None:
+    """A stranger reads it in a few minutes."""
+    assert len(README.splitlines()) < 150
+
+
+def test_its_links_lead_somewhere() -> None:
+    """Every relative link is a file or folder here."""
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_make_targets_exist() -> None:
+    """What it says to type can be typed."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"\bmake (\w+)", "\n".join(blocks_of("sh"))))
+    assert targets == {"demo", "test"}
+    assert all(re.search(rf"^{target}:", makefile, flags=re.MULTILINE) for target in targets)
