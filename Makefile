@@ -24,6 +24,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	touch $@
+	@echo "Installing PyTorch, Lightning and the tools into .venv: minutes the first time, nothing afterwards."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@

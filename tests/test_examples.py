@@ -1,0 +1,123 @@
+"""The examples run, prove what they print, and stay what they are with and without checkpointing."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+import train_gpt
+import train_vit
+from lightning_ckpt import checkpoint_blocks
+from lightning_ckpt.memory import AllocatorReader
+
+SMALL = ["--depth", "3", "--width", "32", "--context", "32", "--steps", "8", "--logger", "none"]
+
+pytestmark = [
+    # Lightning's advice to people, about loaders this small and a root logger of its own.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+def printed_by(
+    example: object, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+    example.main()
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_gpt_sees_only_what_is_before() -> None:
+    """A character changed at one place changes no prediction before it."""
+    torch.manual_seed(0)
+    model = train_gpt.GPT(depth=2, width=16, heads=2, context=8).eval()
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 77
+    assert torch.equal(model(tokens)[:, :5], model(changed)[:, :5])
+    assert not torch.equal(model(tokens)[:, 5:], model(changed)[:, 5:])
+
+
+def test_the_labels_are_the_next_characters() -> None:
+    """Real source text, one character ahead, in ASCII."""
+    first, second = (train_gpt.Sources(context=64)[index] for index in (0, 1))
+    assert torch.equal(first["input_ids"][1:], first["labels"][:-1])
+    assert first["labels"][-1] == second["input_ids"][0]
+    assert "import" in bytes(train_gpt.Sources(context=4096)[0]["input_ids"].tolist()).decode("ascii")
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_the_gpt_learns_the_same_with_every_policy(
+    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every loss of the run equals the plain run's, bit for bit, and falls."""
+    losses: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(train_gpt.GPT, "on_train_end", lambda model: losses.append(model.losses), raising=False)
+    for chosen in ("none", policy):
+        printed_by(train_gpt, [*SMALL, "--no-tune", "--policy", chosen], monkeypatch, capsys)
+    plain, checkpointed = (torch.stack(run) for run in losses)
+    assert torch.equal(plain, checkpointed)
+    assert plain[-1] < plain[0]
+
+
+def test_the_gpt_prints_the_batch_size_it_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tuner raises the size it was given, within the example's bound."""
+    out = printed_by(train_gpt, [*SMALL, "--batch-size", "2"], monkeypatch, capsys)
+    found = re.search(r"started from a batch size of 2 and settled on (\d+)", out)
+    assert found is not None
+    assert 2 < int(found[1]) <= 32
+
+
+def test_the_gpt_writes_a_table_with_a_csv_logger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loss, memory and throughput are columns."""
+    printed_by(train_gpt, [*SMALL[:-1], "csv", "--no-tune"], monkeypatch, capsys)
+    (table,) = tmp_path.glob("runs/train-gpt/version_*/metrics.csv")
+    columns = table.read_text().splitlines()[0].split(",")
+    assert {"train/loss", "throughput/step_time_ms", "throughput/tokens_per_sec"} <= set(columns)
+
+
+def test_the_default_gpt_needs_a_third_of_the_memory() -> None:
+    """Parameters, gradients, optimizer state and activations of a step, exact: with `Full()` at most a third."""
+
+    def peak(checkpointed: bool) -> int:
+        with AllocatorReader() as reader:
+            torch.manual_seed(0)
+            model = train_gpt.GPT()
+            model.log = lambda *args, **kwargs: None
+            if checkpointed:
+                checkpoint_blocks(model, "full")
+            sources, optimizer = train_gpt.Sources(128), model.configure_optimizers()
+            batch = default_collate([sources[index] for index in range(16)])
+            for _ in range(2):  # the optimizer's state is there from the second step on
+                optimizer.zero_grad()
+                model.training_step(batch, 0).backward()
+                optimizer.step()
+            return reader.peak()
+
+    plain, full = peak(False), peak(True)
+    assert full <= plain / 3, f"{full:,} of {plain:,} bytes"
+
+
+def test_the_vit_reads_digits_the_same_with_checkpointing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After two epochs it is far better than chance, and exactly as good as the plain run."""
+    small = ["--depth", "2", "--width", "32", "--epochs", "2"]
+    outs = [printed_by(train_vit, [*small, "--policy", policy], monkeypatch, capsys) for policy in ("none", "full")]
+    plain, full = (re.search(r"Policy \w+: ([\d.]+)% of 359 unseen digits", out) for out in outs)
+    assert plain is not None
+    assert full is not None
+    assert plain[1] == full[1]
+    assert float(plain[1]) > 20
