@@ -8,6 +8,7 @@ of a device found only there is not saved. So every tensor goes in by position, 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -32,17 +33,7 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
-        # A tensor passed twice stays one tensor in the replay: attention takes another path if `query is key`.
-        slots: dict[int, _Slot] = {}
-
-        def take(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return _rebuilt(value, take)
-            if id(value) not in slots:
-                slots[id(value)] = _Slot(len(self.tensors))
-                self.tensors.append(value)
-            return slots[id(value)]
-
+        take = partial(_take, self.tensors, {})
         self._args = tuple(map(take, args))
         self._kwargs = {name: take(value) for name, value in kwargs.items()}
 
@@ -53,11 +44,27 @@ class Arguments:
 
     def rebuild(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments with `tensors` in the places of the originals."""
-
-        def put(value: Any) -> Any:
-            return tensors[value.index] if isinstance(value, _Slot) else _rebuilt(value, put)
-
+        put = partial(_put, tensors)
         return tuple(map(put, self._args)), {name: put(value) for name, value in self._kwargs.items()}
+
+
+# Functions that visit themselves are no closures: a closure that holds itself keeps its tensors until a collection.
+
+
+def _take(tensors: list[Tensor], slots: dict[int, _Slot], value: Any) -> Any:
+    """`value` with slots for tensors, which join `tensors`."""
+    if not isinstance(value, Tensor):
+        return _rebuilt(value, partial(_take, tensors, slots))
+    # A tensor passed twice stays one tensor in the replay: attention takes another path if `query is key`.
+    if id(value) not in slots:
+        slots[id(value)] = _Slot(len(tensors))
+        tensors.append(value)
+    return slots[id(value)]
+
+
+def _put(tensors: Sequence[Tensor], value: Any) -> Any:
+    """`value` with tensors for slots."""
+    return tensors[value.index] if isinstance(value, _Slot) else _rebuilt(value, partial(_put, tensors))
 
 
 def _rebuilt(value: Any, visit: Callable[[Any], Any]) -> Any:

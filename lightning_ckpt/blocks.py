@@ -31,7 +31,8 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[Named]:
 
             - `None`: the repeated blocks. These are a Hugging Face model's own `_no_split_modules`; else the children
               of the outermost `ModuleList`, `Sequential` or `ModuleDict` whose children repeat one structure; else the
-              attributes of one module that repeat one class; else the children of the largest `Sequential`.
+              attributes of one module that repeat one class; else the children of lists of layers of one class; else
+              the children of the largest `Sequential`.
             - a module class, or the name of one (`"Block"`, `"my_package.Block"`), derived classes included;
             - a glob on the qualified name: `"encoder.layers.*"`, `"*.mlp"`. A `*` stands for any text without a dot,
               at the start of a pattern for any text, and so does `**` anywhere;
@@ -179,13 +180,13 @@ def _repeated_attributes(model: nn.Module) -> list[Named]:
 
 
 def _lists_of_layers(model: nn.Module) -> list[Named]:
-    """The children of lists of single layers of one class: a stack of recurrent or linear layers."""
+    """The children of lists that hold one class: a stack of recurrent or linear layers, or a list of one block."""
     return [
         child
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.ModuleDict)
         for children in [list(_children(name, module))]
-        if len(children) > 1 and len({type(child) for _, child in children}) == 1
+        if len({type(child) for _, child in children}) == 1
         for child in children
         if _has_parameters(child[1])
     ]

@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
 from lightning_ckpt.coverage import Coverage, Portion
 from lightning_ckpt.owners import owner_of
-from lightning_ckpt.policies import Policy, resolve_policy
+from lightning_ckpt.policies import Contexts, Policy, resolve_policy
 from lightning_ckpt.replay_state import ReplayState, tensor_version
 
 DeterminismCheck = Literal["default", "none"]
@@ -38,12 +38,17 @@ _replaying = threading.local()
 def is_recomputing() -> bool:
     """Whether the code that asks runs in a replay, to keep what must happen once a step out of it.
 
+    Guard the side effect, not the computation: what forward computed with gradients, the replay must compute again.
+
     Example:
-        >>> class Router(torch.nn.Module):
+        >>> balance = []
+        >>> class Router(torch.nn.Linear):
         ...     def forward(self, x):
+        ...         y = super().forward(x)
+        ...         loss = y.square().mean()
         ...         if not is_recomputing():
-        ...             self.calls = getattr(self, "calls", 0) + 1
-        ...         return x
+        ...             balance.append(loss)
+        ...         return y
     """
     return not torch.compiler.is_compiling() and getattr(_replaying, "depth", 0) > 0
 
@@ -69,11 +74,7 @@ class _How:
     def __reduce__(self) -> tuple[Any, ...]:
         return _How, (self.policy, self.preserve_rng_state, self.determinism_check)  # contexts are local functions
 
-    def run(self, function: Callable[..., Any], tensors: Sequence[Any], early_stop: bool) -> Any:
-        options: dict[str, Any] = {}
-        if self.contexts.make is not noop_context_fn:
-            # `torch.compile` takes a partial made on the spot, and no function that it finds on an object.
-            options["context_fn"] = partial(self.contexts.make)
+    def run(self, function: Callable[..., Any], tensors: Sequence[Any], early_stop: bool, **more: Any) -> Any:
         return checkpoint(
             function,
             *tensors,
@@ -81,8 +82,14 @@ class _How:
             preserve_rng_state=self.preserve_rng_state,
             determinism_check=self.determinism_check,
             early_stop=early_stop,
-            **options,
+            **more,
         )
+
+    def run_compiled(self, function: Callable[..., Any], args: Sequence[Any], early_stop: bool) -> Any:
+        # A partial made on the spot: the compiler takes no function for `context_fn` that it finds on an object.
+        if self.contexts.make is noop_context_fn:
+            return self.run(function, args, early_stop)
+        return self.run(function, args, early_stop, context_fn=partial(self.contexts.make))
 
 
 class CheckpointedForward:
@@ -129,12 +136,11 @@ class CheckpointedForward:
             return self.plain(block, *args, **kwargs)
         if torch.compiler.is_compiling():
             # The compiler tracks tensors wherever they are; keywords are kept from `checkpoint`, which has its own.
-            return self.how.run(lambda *given: self.plain(block, *given, **kwargs), args, self.early_stop)
+            return self.how.run_compiled(lambda *given: self.plain(block, *given, **kwargs), args, self.early_stop)
         arguments = Arguments(args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(arguments.tensors, block.parameters())):
             return self.plain(block, *args, **kwargs)
-        call = _Call(self, block, arguments, args, kwargs)
-        return self.how.run(call, arguments.take_tensors(), self.early_stop)
+        return _Call(self, block, arguments).run(args, kwargs)
 
     def plain(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
@@ -166,38 +172,43 @@ class _Call:
     It keeps the block alive, since a graph may go backward after its model is gone.
     """
 
-    def __init__(
-        self,
-        forward: CheckpointedForward,
-        block: nn.Module,
-        arguments: Arguments,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def __init__(self, forward: CheckpointedForward, block: nn.Module, arguments: Arguments) -> None:
         self._forward = forward
         self._block = block
         self._arguments = arguments
-        # The forward gets the caller's own objects, which it may fill; a replay gets copies as they were before.
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._buffers = forward.state.before_forward(block)
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self._given is None:
-            return self._replay(tensors)
-        (args, kwargs), self._given = self._given, None
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass: it gets the caller's own objects, which it may fill."""
+        self._given = args, kwargs
+        tensors = self._arguments.take_tensors()
         versions = [tensor_version(tensor) for tensor in tensors]
-        output = self._forward.plain(self._block, *args, **kwargs)
-        self._forward.state.after_forward(self._buffers)
+        forward = self._forward
+        output = forward.how.run(self, tensors, forward.early_stop, context_fn=self._contexts)
+        forward.state.after_forward(self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor_version(tensor) != version:
                 raise self._changed_in_place(tensor)
         return output
 
-    def _replay(self, tensors: tuple[Tensor, ...]) -> None:
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
+        else:
+            args, kwargs = self._arguments.rebuild(tensors)
+        return self._forward.plain(self._block, *args, **kwargs)
+
+    def _contexts(self) -> Contexts:
+        around_forward, around_replay = self._forward.how.contexts.make()
+        return around_forward, _Replay(self, around_replay)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """What a replay sees: the flag, and the buffers as the forward found them."""
         self._forward.how.contexts.on_replay()
-        args, kwargs = self._arguments.rebuild(tensors)
         with _recomputing(), self._forward.state.as_before(self._buffers):
-            self._forward.plain(self._block, *args, **kwargs)
+            yield
 
     def _changed_in_place(self, tensor: Tensor) -> RuntimeError:
         return RuntimeError(
@@ -206,6 +217,22 @@ class _Call:
             "`x = x + 1` for `x += 1`, turn off `inplace=True` in the block's first layer, or leave the block out of "
             "`blocks`."
         )
+
+
+class _Replay:
+    """Around every replay of one call: first its state, made before the policy's own context watches operators."""
+
+    def __init__(self, call: _Call, policy: AbstractContextManager[Any]) -> None:
+        self._call = call
+        self._policy = policy
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(self._call.replaying())
+        self._entered.enter_context(self._policy)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 class CheckpointedBlocks:
