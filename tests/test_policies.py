@@ -1,0 +1,167 @@
+"""Policies: which blocks, and which operators."""
+
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ckpt import Full, SelectiveOps, checkpoint_blocks
+from lightning_ckpt.policies import resolve_policy
+from zoo import mlp
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "chosen"),
+    [
+        (Full(), 4, [0, 1, 2, 3]),
+        (Full(every=2), 6, [0, 2, 4]),
+        (Full(every=3), 7, [0, 3, 6]),
+        (Full(select="first-2"), 6, [0, 1]),
+        (Full(select="last-2"), 6, [4, 5]),
+        (Full(select="middle-2"), 6, [2, 3]),
+        (Full(select="range-1-3"), 6, [1, 2, 3]),
+        (Full(select=[4, 0, -1]), 6, [0, 4, 5]),
+        (Full(select=3), 6, [0, 2, 4]),
+        (Full(select=5), 6, [0, 1, 2, 3, 4]),
+        (Full(select=6), 6, [0, 1, 2, 3, 4, 5]),
+        (Full(select=1), 6, [0]),
+        (SelectiveOps(), 3, [0, 1, 2]),
+    ],
+)
+def test_the_blocks_a_policy_chooses(policy: Any, count: int, chosen: list[int]) -> None:
+    """One in every k, ranges, indices, an even spread that leaves the last block out first."""
+    assert policy.choose(count) == chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"every": 0}, r"every=0.*whole number of at least 1"),
+        ({"every": True}, r"every=True.*whole number"),
+        ({"every": 1.5}, r"every=1\.5.*whole number"),
+        ({"every": 2, "select": 3}, r"every=2, select=3.*both choose blocks; give one"),
+        ({"select": "first4"}, r"select='first4'.*accepted are \"first-4\""),
+        ({"select": "first-0"}, r"chooses no block"),
+        ({"select": "range-5-2"}, r"chooses no block"),
+        ({"select": "range-5"}, r"accepted are"),
+        ({"select": []}, r"select=\[\].*at least one"),
+        ({"select": ["a"]}, r"list of block indices"),
+        ({"select": 0}, r"select=0.*a count of blocks to spread"),
+    ],
+)
+def test_full_refuses_what_it_cannot_do(arguments: dict[str, Any], text: str) -> None:
+    """At once, naming the argument, the value and what is accepted."""
+    with pytest.raises(ValueError, match=text):
+        Full(**arguments)
+
+
+@pytest.mark.parametrize("policy", [Full(select="last-9"), Full(select=7), Full(select=[6]), Full(select=[-7])])
+def test_a_choice_the_model_does_not_have_is_refused_when_applied(policy: Full) -> None:
+    """The message counts the model's blocks."""
+    with pytest.raises(ValueError, match="the model has 6 blocks, counted from 0 to 5"):
+        policy.choose(6)
+
+
+@pytest.mark.parametrize(
+    ("save", "text"),
+    [
+        ("compte", r"save='compte'.*presets 'compute', 'attention', 'every_other_matmul'"),
+        ("aten.adm", r"no such operator; the nearest name is aten\.\w+"),
+        ("nowhere.mm", r"no such operator"),
+        ([], r"at least one operator"),
+        ([3], r"names such as \"aten\.mm\" and operators such as torch\.ops\.aten\.mm"),
+    ],
+)
+def test_selective_refuses_operators_that_do_not_exist(save: Any, text: str) -> None:
+    """With the presets and the nearest name."""
+    with pytest.raises(ValueError, match=text):
+        SelectiveOps(save)
+
+
+def test_policies_are_values() -> None:
+    """They compare, hash and pickle, operators by their names."""
+    assert SelectiveOps([torch.ops.aten.mm]) == SelectiveOps(["aten.mm"])
+    for policy in (Full(select=[1, 2]), SelectiveOps([torch.ops.aten.mm.default])):
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert hash(policy)
+
+
+def test_shorthands_stand_for_policies() -> None:
+    """`"full"` and `"selective"`; a policy stands for itself."""
+    assert resolve_policy("full") == Full()
+    assert resolve_policy("selective") == SelectiveOps("compute")
+    assert resolve_policy(Full(every=2)) == Full(every=2)
+
+
+def _products_in_backward(policy: Any) -> int:
+    from test_recompute import MatrixProducts
+
+    model = mlp()
+    checkpoint_blocks(model, policy)
+    loss = model(torch.randn(64, 64, requires_grad=True)).sum()
+    with MatrixProducts() as counted:
+        loss.backward()
+    return counted.count
+
+
+def test_kept_operators_are_not_run_again() -> None:
+    """Twelve products in a plain backward: none more if kept, one more a block if every second or none is kept."""
+    assert _products_in_backward("selective") == 12
+    assert _products_in_backward(SelectiveOps(["aten.addmm"])) == 12
+    assert _products_in_backward(SelectiveOps("attention")) == 15
+    assert _products_in_backward("full") == 15
+
+
+def test_every_other_product_counts_forward_and_replay_apart() -> None:
+    """Of three products in a block the second is replayed, and gradients stay those of the plain model."""
+    from test_recompute import MatrixProducts
+
+    model = nn.Sequential(*[nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.Tanh()) for _ in range(2)])
+    checkpoint_blocks(model, SelectiveOps("every_other_matmul"))
+    loss = model(torch.randn(4, 8, requires_grad=True)).sum()
+    with MatrixProducts() as counted:
+        loss.backward()
+    assert counted.count == 2 * 2 * 3 + 2
+
+
+def test_the_attention_kernel_that_runs_here_is_kept() -> None:
+    """Whichever backend `scaled_dot_product_attention` takes, it runs once."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from zoo import GPT
+
+    class Attention(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += "scaled_dot_product" in str(func) and "backward" not in str(func)
+            return func(*args, **(kwargs or {}))
+
+    runs = {}
+    for policy in ("full", SelectiveOps("attention")):
+        model = GPT(depth=2)
+        checkpoint_blocks(model, policy)
+        with Attention() as counted:
+            model(torch.randint(0, 50, (2, 8))).sum().backward()
+        runs[policy] = counted.count
+    assert list(runs.values()) == [4, 2]
+
+
+def test_a_listed_operator_that_never_ran_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A list that misses the operator a model really runs saves nothing, in silence elsewhere."""
+    model = mlp()
+    checkpoint_blocks(model, SelectiveOps(["aten.mm", "aten.addmm", "aten.bmm"]))
+    with caplog.at_level(logging.WARNING, logger="lightning_ckpt"):
+        for _ in range(2):
+            model(torch.randn(4, 64)).sum().backward()
+    assert len(caplog.records) == 1
+    assert "keeps the results of aten.mm, aten.bmm, which never ran" in caplog.text
+    assert "did run: aten.addmm.default" in caplog.text
+    caplog.clear()
+    model = mlp()
+    checkpoint_blocks(model, "selective")
+    model(torch.randn(4, 64)).sum().backward()
+    assert not caplog.records  # a preset lists what other machines have
