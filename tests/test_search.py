@@ -1,0 +1,203 @@
+"""The search for the largest batch that fits, on curves whose answer is known."""
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ckpt.search import Measurement, NothingFits, Search
+
+Curve = Callable[[int], float]
+MANY = 60
+
+
+def measure_all(search: Search, curve: Curve, *, limit: float, floor: int = 0) -> list[Measurement]:
+    """Run the search to its end: above `limit` bytes memory runs out."""
+    measured: list[Measurement] = []
+    while (size := search.propose(measured, floor=floor)) is not None:
+        assert size not in [m.size for m in measured], "a size was tried twice"
+        measured.append(Measurement(size, math.ceil(min(curve(size), limit)), out_of_memory=curve(size) > limit))
+    return measured
+
+
+def largest(curve: Curve, target: float, *, step: int = 1) -> int:
+    """The answer, by bisection over multiples of `step`."""
+    low, high = 0, 2**22
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if curve(middle * step) <= target else (low, middle - 1)
+    return low * step
+
+
+def highest_of(*lines: tuple[float, float]) -> Curve:
+    return lambda size: max(start + slope * size for start, slope in lines)
+
+
+def test_a_straight_line_takes_two_small_sizes_and_one_jump() -> None:
+    curve = highest_of((1000, 10))
+    measured = measure_all(Search(target=1800), curve, limit=2000, floor=1000)
+    assert [m.size for m in measured] == [2, 4, 80]
+    assert Search(target=1800).settled(measured) == 80
+
+
+def test_checkpointing_that_hides_the_growth_at_first_is_not_extrapolated() -> None:
+    """Peaks of an 8-layer GPT, MB: the line through 2 and 4 promises 567 where 63 fit."""
+    curve = highest_of((479, 2.5), (293, 25.5))
+    search = Search(target=1900)
+    measured = measure_all(search, curve, limit=1900 / 0.9, floor=293)
+    assert not any(m.out_of_memory for m in measured)
+    assert len(measured) <= 5
+    assert search.settled(measured) == largest(curve, 1900) == 63
+
+
+def test_a_flat_start_is_never_read_as_room_without_end() -> None:
+    """The optimizer's step dominates up to 100 samples, then every sample counts."""
+    curve = highest_of((1000, 0), (0, 10))
+    search = Search(target=1800, max_trials=MANY)
+    measured = measure_all(search, curve, limit=2000)
+    assert all(later.size <= 2 * earlier.size for earlier, later in itertools.pairwise(measured))
+    assert not any(m.out_of_memory for m in measured)
+    assert search.settled(measured) >= 0.95 * 180
+
+
+def test_the_first_size_is_init_val_and_the_second_about_twice_it() -> None:
+    measured = measure_all(Search(target=10**9, init_val=10, max_trials=2), highest_of((0, 100)), limit=10**9)
+    assert [m.size for m in measured] == [10, 20]
+
+
+def test_without_init_val_the_first_size_is_two_multiples() -> None:
+    assert Search(target=100, multiple_of=8).propose([]) == 16
+
+
+def test_it_goes_down_when_the_first_size_does_not_fit() -> None:
+    curve: Curve = lambda size: 100 if size <= 4 else 1e18  # noqa: E731
+    search = Search(target=1000, init_val=8)
+    assert search.settled(measure_all(search, curve, limit=1000)) == 4
+
+
+def test_a_first_size_far_too_large_is_left_in_big_steps() -> None:
+    search = Search(target=1030, init_val=4096)
+    measured = measure_all(search, highest_of((1000, 10)), limit=1144)
+    assert search.settled(measured) == 3
+    assert len(measured) <= 6
+
+
+def test_an_out_of_memory_error_bounds_the_search() -> None:
+    search = Search(target=1500, init_val=60)
+    measured = measure_all(search, lambda size: 1000 + 10 * size if size <= 50 else 1e18, limit=1e9)
+    assert search.settled(measured) == 50
+    assert sum(m.out_of_memory for m in measured) == 1
+
+
+def test_the_chord_to_a_size_that_was_too_large_is_used() -> None:
+    """600 bytes at 10 and 1200 at 40: whatever convex curve joins them, 20 samples need at most 800."""
+    search = Search(target=800)
+    assert search.propose([Measurement(10, 600), Measurement(40, 1200)]) == 20
+
+
+def test_an_out_of_memory_peak_is_no_end_of_a_chord() -> None:
+    """What a failed step had reached is less than it needed: a chord to it would promise too much."""
+    search = Search(target=800)
+    assert search.propose([Measurement(10, 600), Measurement(40, 900, out_of_memory=True)]) == 19
+
+
+def test_nothing_fits_even_at_the_smallest() -> None:
+    search = Search(target=1000)
+    measured = measure_all(search, highest_of((2000, 1)), limit=5000)
+    assert measured[-1].size == 1
+    with pytest.raises(NothingFits, match=r"no batch size fits into 1000 bytes: tried \[2, 1\]"):
+        search.settled(measured)
+
+
+def test_the_last_trial_is_the_smallest_size_when_nothing_has_fitted() -> None:
+    search = Search(target=1000, init_val=2**20, max_trials=3)
+    assert [m.size for m in measure_all(search, lambda size: 999 + size, limit=999)][-1] == 1
+
+
+def test_max_val_and_multiple_of_are_kept() -> None:
+    search = Search(target=10**9, max_val=100, multiple_of=8, min_val=10)
+    measured = measure_all(search, highest_of((0, 1)), limit=10**9)
+    assert search.settled(measured) == 96
+    assert all(m.size % 8 == 0 and 10 <= m.size <= 100 for m in measured)
+
+
+def test_a_range_without_a_multiple_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no multiple of multiple_of=8 lies between min_val=9 and max_val=15"):
+        Search(target=1, min_val=9, max_val=15, multiple_of=8)
+
+
+def test_one_trial_settles_on_the_first_size() -> None:
+    search = Search(target=1000, max_trials=1)
+    assert search.settled(measure_all(search, highest_of((0, 1)), limit=1000)) == 2
+
+
+def test_seven_hundred_of_a_meter_that_tells_nothing() -> None:
+    """Memory runs out above 700 and the peak gives no warning: at least 85 % of it is found."""
+    search = Search(target=10**9, max_trials=16)
+    measured = measure_all(search, lambda size: 10**8 if size <= 700 else 1e18, limit=10**9)
+    assert 595 <= search.settled(measured) <= 700
+
+
+def test_a_noisy_meter_whose_larger_size_reads_less_does_not_confuse_it() -> None:
+    search = Search(target=1000)
+    assert search.propose([Measurement(2, 1010), Measurement(4, 900), Measurement(8, 890)]) == 16
+
+
+lines = st.lists(st.tuples(st.floats(0, 900_000), st.floats(10, 50_000)), min_size=1, max_size=4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(lines=lines, multiple_of=st.integers(1, 9), init_val=st.none() | st.integers(1, 10_000), known=st.floats(0, 1))
+def test_on_any_convex_curve_it_settles_within_five_percent(
+    lines: Sequence[tuple[float, float]], multiple_of: int, init_val: int | None, known: float
+) -> None:
+    """Given trials enough: the size is measured, fits, and is 95 % of the largest or its next multiple fails."""
+    curve, target = highest_of(*lines), 1_000_000
+    floor = int(known * min(start for start, _ in lines))
+    search = Search(target=target, multiple_of=multiple_of, init_val=init_val, max_trials=MANY)
+    measured = measure_all(search, curve, limit=target / 0.9, floor=floor)
+    best = largest(curve, target, step=multiple_of)
+    assert len(measured) < MANY
+    assert all(m.size % multiple_of == 0 for m in measured)
+    if best == 0:
+        with pytest.raises(NothingFits):
+            search.settled(measured)
+        return
+    settled = search.settled(measured)
+    assert settled in [m.size for m in measured]
+    assert settled <= best
+    assert settled >= 0.95 * best or settled + multiple_of > best
+
+
+def training_step(rng: random.Random) -> tuple[Curve, int]:
+    """A step of a model whose weights take up to a tenth of the target: optimizer step, kept activations, two more."""
+    target = 1_000_000
+    weights = rng.uniform(0.01, 0.1) * target
+    floor, most = weights * rng.choice([1, 2, 3]), 2 ** rng.uniform(3, 10)
+    phases = [(floor + weights * rng.choice([1, 1.5, 2]), 0.0)]
+    for share in (1.0, rng.uniform(0.1, 1), rng.uniform(0.1, 1)):
+        start = floor + rng.choice([0, 1]) * weights
+        phases.append((start, share * (target - start) / most))
+    return highest_of(*phases), int(floor)
+
+
+def test_few_trials_and_no_out_of_memory_on_curves_as_models_have_them() -> None:
+    """400 random steps, fixed seed: median at most 4 trials, no error in 95 %, at least 95 % of the largest in 95 %."""
+    rng = random.Random(0)
+    trials, failures, shares = [], 0, []
+    for _ in range(400):
+        curve, floor = training_step(rng)
+        search = Search(target=1_000_000)
+        measured = measure_all(search, curve, limit=1_000_000 / 0.9, floor=floor)
+        trials.append(len(measured))
+        failures += any(m.out_of_memory for m in measured)
+        shares.append(search.settled(measured) / largest(curve, 1_000_000))
+    assert statistics.median(trials) <= 4
+    assert sorted(trials)[int(0.8 * len(trials))] <= 5
+    assert failures <= 20
+    assert sum(share < 0.95 for share in shares) <= 20
