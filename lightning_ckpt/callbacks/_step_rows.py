@@ -1,0 +1,166 @@
+"""Rows of figures, one a logged step: put together when they are known, written by rank zero."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_ckpt.callbacks._clock import Clock, HostClock, Spans
+from lightning_ckpt.callbacks._ranks import Reduced, reducer
+from lightning_ckpt.callbacks._trainer import batch_share, wandb_names
+from lightning_ckpt.throughput import Step, throughput
+
+
+@dataclass(frozen=True)
+class Key:
+    """How a figure becomes one over ranks, and one over the run in W&B's summary."""
+
+    ranks: Literal["max", "min", "sum", "mean"]
+    summary: Literal["max", "min", "mean", "last"]
+
+
+KEYS: Mapping[str, Key] = {
+    "memory/peak_allocated_gib": Key("max", "max"),
+    "memory/peak_reserved_gib": Key("max", "max"),
+    "memory/peak_rss_gib": Key("max", "max"),
+    "memory/headroom_gib": Key("min", "min"),  # the room that was left when the peak was highest
+    "memory/peak_fraction": Key("max", "max"),
+    "memory/alloc_retries": Key("max", "max"),
+    "memory/ooms": Key("max", "max"),
+    "throughput/step_time_ms": Key("max", "mean"),
+    "throughput/data_wait_ms": Key("max", "mean"),
+    "throughput/samples_per_sec": Key("sum", "mean"),
+    "throughput/tokens_per_sec": Key("sum", "mean"),
+    "throughput/tflops_per_sec": Key("mean", "mean"),
+    "throughput/mfu": Key("mean", "mean"),
+    "throughput/hfu": Key("mean", "mean"),
+    "batch_size/per_device": Key("max", "last"),
+    "batch_size/global": Key("sum", "last"),
+}
+
+# Rows that several ranks of an accelerator let pass before they put one together, so that the device has come to the
+# end of its step. All ranks have to do it at the same step, and none can wait to see what the others know.
+LAG = 4
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step, and the spans its time is the sum of; `step.seconds` holds nothing until they are known."""
+
+    step: Step
+    spans: Spans
+
+    def known(self, clock: Clock) -> Step | None:
+        seconds = clock.seconds(self.spans)
+        return None if seconds is None else replace(self.step, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of an interval that ends with a logged step.
+
+    Args:
+        axis: the logged step, as Lightning numbers it.
+        figures: what is known already, by key.
+        steps: the interval's steps.
+    """
+
+    axis: int
+    figures: Mapping[str, float]
+    steps: tuple[TimedStep, ...]
+
+    def rates(self, clock: Clock) -> dict[str, float] | None:
+        """Return the throughput figures, or None while the device has not come to the end of the interval."""
+        steps = [timed.known(clock) for timed in self.steps]
+        known = [step for step in steps if step is not None]
+        if len(known) < len(steps):
+            return None
+        return {f"throughput/{name}": figure for name, figure in throughput(known).items()}
+
+
+class Rows:
+    """The rows of one run on their way to the loggers, in order.
+
+    On one rank a row is written when its times are known. On several, each row is reduced when `LAG` more have
+    followed it (at once where the host computes), with the times that are known by then, and written when the result
+    has come from the device.
+    """
+
+    def __init__(self, trainer: Trainer, clock: Clock, prefix: str) -> None:
+        self._trainer, self._clock, self._prefix = trainer, clock, prefix
+        self._open: deque[Row] = deque()
+        self._reduced: deque[tuple[int, Reduced]] = deque()
+        self._lag = 0 if isinstance(clock, HostClock) else LAG
+        self._reduce = None
+        if trainer.world_size > 1:
+            how = {name: key.ranks for name, key in KEYS.items()}
+            self._reduce = reducer(how, trainer.strategy.root_device, batch_share(trainer))
+        self._declared: set[str] = set()
+        self._warned = False
+
+    def add(self, row: Row) -> None:
+        """Take a row; on several ranks, all take one at the same step."""
+        self._open.append(row)
+        if self._reduce:
+            self._reduce_down_to(self._lag)
+
+    def write_known(self) -> None:
+        """Write the rows that are known by now, waiting for none."""
+        while self._reduced and self._reduced[0][1].ready():
+            axis, reduced = self._reduced.popleft()
+            self._write(axis, reduced.figures())
+        while not self._reduce and self._open and (rates := self._open[0].rates(self._clock)) is not None:
+            row = self._open.popleft()
+            self._write(row.axis, {**row.figures, **rates})
+
+    def flush(self) -> None:
+        """Write the rows that are left, waiting for the device: after training, on all ranks."""
+        for row in self._open:
+            for timed in row.steps:
+                self._clock.wait(timed.spans)
+        if self._reduce:
+            self._reduce_down_to(0)
+        for _, reduced in self._reduced:
+            reduced.wait()
+        self.write_known()
+
+    def _reduce_down_to(self, left: int) -> None:
+        assert self._reduce is not None
+        while len(self._open) > left:
+            row = self._open.popleft()
+            rates = row.rates(self._clock) or {}
+            self._reduced.append((row.axis, self._reduce({**row.figures, **rates})))
+
+    def _write(self, axis: int, figures: Mapping[str, float]) -> None:
+        if not self._trainer.is_global_zero:
+            return
+        self._warn_of_impossible(figures)
+        row = {key: figures[key] for key in KEYS if key in figures}
+        self._declare([key for key in row if key not in self._declared])
+        for logger in self._trainer.loggers:
+            logger.log_metrics({self._prefix + key: figure for key, figure in row.items()}, step=axis)
+
+    def _declare(self, keys: Sequence[str]) -> None:
+        """Tell W&B the axis of each key, and what its summary is to show."""
+        self._declared.update(keys)
+        for logger in self._trainer.loggers:
+            if keys and isinstance(logger, WandbLogger):
+                axis, prefix = wandb_names(logger)
+                logger.experiment.define_metric(axis)
+                for key in keys:
+                    logger.experiment.define_metric(
+                        prefix + self._prefix + key, step_metric=axis, step_sync=True, summary=KEYS[key].summary
+                    )
+
+    def _warn_of_impossible(self, figures: Mapping[str, float]) -> None:
+        mfu = max(figures.get("throughput/mfu", 0.0), figures.get("throughput/hfu", 0.0))
+        if mfu > 1 and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"StepMonitor: a utilization of {mfu:.2f} can't be: the model FLOPs are too high for the time "
+                "measured. Check the number given as StepMonitor(flops=...), or report the model and the device."
+            )

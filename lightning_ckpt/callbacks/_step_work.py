@@ -1,0 +1,112 @@
+"""The work of a step, from the FLOPs of the first batch."""
+
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_ckpt.callbacks._trainer import is_compiled_whole
+from lightning_ckpt.flops import FlopCounter, Flops, uncountable
+from lightning_ckpt.hardware import peak_flops
+from lightning_ckpt.recompute import is_recomputing
+from lightning_ckpt.throughput import Work, ideal_seconds
+
+
+class WorkCount:
+    """Counts the first batch, and scales it to every other step.
+
+    Args:
+        flops: as `StepMonitor` takes it.
+    """
+
+    def __init__(self, flops: Literal["auto"] | float | None, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._peaks = _peaks(trainer.strategy.root_device) if flops is not None else {}
+        self._fixed = None
+        if isinstance(flops, int | float):
+            self._fixed = _work(Flops({_format(trainer): int(flops)}, {}), self._peaks)
+        self._module: LightningModule | None = pl_module if flops == "auto" else None
+        self._counter: FlopCounter | None = None
+        self._of_a_unit: Work | None = None
+
+    def begin(self) -> None:
+        """Start counting if this is the first batch."""
+        module, self._module = self._module, None
+        if module is None:
+            return
+        problem = "the model is compiled" if is_compiled_whole(module) else uncountable(module)
+        if problem:
+            _tell(problem)
+            return
+        self._counter = FlopCounter(is_recomputing)
+        self._counter.__enter__()
+
+    def pause(self) -> None:
+        """Leave out what follows in this batch: what an optimizer computes is not the model's work."""
+        if self._counter:
+            self._counter.counting = False
+
+    def end(self, units: int) -> None:
+        """End the count that `begin` started, of a batch of so many units."""
+        counter = self._stop()
+        if counter is None:
+            return
+        flops = counter.result()
+        if flops is None:
+            _tell(str(counter.problem))
+        else:
+            self._of_a_unit = _work(flops, self._peaks).times(1 / units)
+
+    def of(self, units: int) -> Work | None:
+        """Return the work of a step of so many units, None when it is not known."""
+        if self._fixed is not None:
+            return self._fixed
+        return self._of_a_unit.times(units) if self._of_a_unit else None
+
+    def close(self) -> None:
+        """Stop counting, also in the middle of a batch."""
+        self._stop()
+
+    def _stop(self) -> FlopCounter | None:
+        counter, self._counter = self._counter, None
+        if counter:
+            counter.__exit__(None, None, None)
+        return counter
+
+
+def _work(flops: Flops, peaks: dict[str, float]) -> Work:
+    every = {kind: flops.model.get(kind, 0) + flops.replay.get(kind, 0) for kind in {*flops.model, *flops.replay}}
+    model_seconds = ideal_seconds(flops.model, peaks) if peaks else None
+    total_seconds = ideal_seconds(every, peaks) if peaks else None
+    return Work(sum(flops.model.values()), model_seconds, total_seconds)
+
+
+def _peaks(device: torch.device) -> dict[str, float]:
+    """Return the device's peaks; says so where it has a name that nobody knows them of."""
+    module = torch.get_device_module(device)
+    if device.type == "cpu" or not hasattr(module, "get_device_name"):
+        return {}
+    name = module.get_device_name(device)
+    peaks = peak_flops(name)
+    if not peaks:
+        rank_zero_info(f"StepMonitor: mfu and hfu are left out: the peak FLOP/s of {name!r} are not known for certain.")
+    return peaks
+
+
+def _format(trainer: Trainer) -> str:
+    """Return the format matrix products run in at the trainer's precision."""
+    precision = str(trainer.precision)
+    if precision.startswith("bf16"):
+        return "bf16"
+    if precision.startswith("16"):
+        return "fp16"
+    if not precision.startswith("32"):
+        return precision
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+
+
+def _tell(problem: str) -> None:
+    rank_zero_info(
+        f"StepMonitor: tflops_per_sec, mfu and hfu are left out: {problem}. "
+        "Give the model FLOPs of a step as StepMonitor(flops=...) to have them."
+    )
