@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from zoo import GPTBlock
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, Full, SelectiveOps, StepMonitor
 from modules import Adversaries, Images, Language, differences, fit, trainer
@@ -198,7 +199,7 @@ def test_a_lightning_cli_file_sets_every_callback(tmp_path: Path, monkeypatch: p
         assert first.blocks == "gpt.blocks.*"
         assert isinstance(first.monitor, StepMonitor)
         assert second.policy == "selective"
-        assert list(second.blocks) == ["zoo.GPTBlock", "*.mlp"]
+        assert list(second.blocks) == [GPTBlock, "*.mlp"]
         assert isinstance(monitor, StepMonitor)
         assert isinstance(tuner, BatchSizeTuner)
         assert tuner.headroom == 0.2

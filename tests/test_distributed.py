@@ -1,0 +1,102 @@
+"""Two processes: checkpointed and plain training give every rank the same gradients."""
+
+import copy
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ckpt import checkpoint_blocks
+from zoo import GPT, ZOO, ResNet
+
+pytestmark = pytest.mark.slow
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def ddp_unused(model: nn.Module) -> nn.Module:
+    model.unused = nn.Linear(2, 2)
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def sharded_in_bfloat16(model: nn.Module) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def gradients(model: nn.Module, kind: str, rank: int) -> list[Tensor]:
+    """Those of two steps, whole, with different data on each rank."""
+    torch.manual_seed(rank)
+    data = [ZOO[kind].batch() for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for batch in data:
+        optimizer.zero_grad()
+        ZOO[kind].loss(model, batch).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        seen += [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads]
+        optimizer.step()
+    return [*seen, *[b.clone().float() for b in model.buffers()], torch.get_rng_state()]
+
+
+def worker(rank: int, port: int, wrap: Wrap, kind: str, policy: str, before: bool, out: str) -> None:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    plain: Any = {"gpt": lambda: GPT(depth=2), "resnet": ResNet}[kind]()
+    ours = copy.deepcopy(plain)
+    if before:
+        checkpoint_blocks(ours, policy)
+    wrapped = wrap(ours)
+    if not before:
+        checkpoint_blocks(ours, policy)
+    results = [gradients(wrapped, kind, rank), gradients(wrap(plain), kind, rank)]
+    torch.save(results, f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["applied before", "applied after"])
+@pytest.mark.parametrize(
+    ("wrap", "kind", "policy"),
+    [
+        (ddp, "resnet", "full"),
+        (ddp_unused, "gpt", "selective"),
+        (sharded, "gpt", "full"),
+        (sharded_in_bfloat16, "gpt", "selective"),
+    ],
+)
+def test_two_ranks_get_the_gradients_of_plain_training(
+    wrap: Wrap, kind: str, policy: str, before: bool, tmp_path: Path
+) -> None:
+    """DDP and FSDP2, checkpointing applied before and after the wrapping: bit for bit, and the same on both ranks."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port, wrap, kind, policy, before, str(tmp_path)), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for ours, plain in ranks:
+        assert len(ours) == len(plain) > 10
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+    in_sync = len([t for t in ranks[0][0] if t.requires_grad or t.dtype.is_floating_point]) // 2
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0][:in_sync], ranks[1][0][:in_sync], strict=True))
