@@ -72,7 +72,7 @@ class Search:
         if self.largest < self.smallest:
             raise ValueError(
                 f"no multiple of multiple_of={self.multiple_of} lies between min_val={self.min_val} and "
-                f"max_val={self.max_val}, the largest size there are samples for included"
+                f"max_val={self.max_val}"
             )
 
     @property
@@ -84,6 +84,10 @@ class Search:
     def largest(self) -> float:
         """The largest size that may be tried; infinite where nothing bounds it."""
         return math.inf if self.max_val is None else self.max_val // self.multiple_of * self.multiple_of
+
+    def nearest(self, size: float) -> int:
+        """Return the allowed size at or below `size`, or the smallest."""
+        return max(int(min(size, self.largest)) // self.multiple_of * self.multiple_of, self.smallest)
 
     def fits(self, measurement: Measurement) -> bool:
         """Tell whether a step was within the target."""
@@ -99,7 +103,7 @@ class Search:
         if len(measured) >= self.max_trials:
             return None
         if not measured:
-            return self._rounded(self.init_val or 2 * self.multiple_of)
+            return self.nearest(self.init_val or 2 * self.multiple_of)
         lower = self._fitting(measured)
         if not lower:
             return self._down(measured)
@@ -109,7 +113,7 @@ class Search:
         if last + self.multiple_of > bound or last >= _CLOSE_ENOUGH * bound:
             return None
         reach = self._between(lower, upper[0], bound, floor) if upper else self._beyond(lower, floor)
-        return self._rounded(min(max(reach, last + self.multiple_of), bound))
+        return self.nearest(min(max(reach, last + self.multiple_of), bound))
 
     def settled(self, measured: Sequence[Measurement]) -> int:
         """Return the largest measured size that fits.
@@ -121,10 +125,6 @@ class Search:
         if fitting:
             return fitting[-1].size
         raise NothingFits(f"no batch size fits into {self.target} bytes: tried {[m.size for m in measured]}")
-
-    def _rounded(self, size: float) -> int:
-        """The allowed size at or below `size`, or the smallest."""
-        return max(int(min(size, self.largest)) // self.multiple_of * self.multiple_of, self.smallest)
 
     def _fitting(self, measured: Sequence[Measurement]) -> list[Measurement]:
         return sorted((m for m in measured if self.fits(m)), key=lambda m: m.size)
@@ -141,7 +141,7 @@ class Search:
             return None
         if len(measured) == self.max_trials - 1:
             return self.smallest
-        return self._rounded(min(math.sqrt(self.smallest * lowest), lowest - self.multiple_of))
+        return self.nearest(min(math.sqrt(self.smallest * lowest), lowest - self.multiple_of))
 
     def _bound(self, lower: Sequence[Measurement]) -> float:
         """No size above this fits: where the line through the two largest fitting sizes meets the target."""

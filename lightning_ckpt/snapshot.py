@@ -69,8 +69,8 @@ class Snapshot:
 
     Modules, optimizers, learning-rate schedulers, gradient scalers, and a user's own objects are entered through
     their attributes, containers through their items. Each keeps its identity: whoever refers to a parameter, a list or
-    a metric finds it as it was. Tensors get their values, their gradients and `requires_grad` back; attributes and items
-    that were added go, those that went come back.
+    a metric finds it as it was. Tensors get their values, gradients and `requires_grad` back; attributes and items that
+    were added go, those that went come back.
 
     Args:
         training: what the step changes.
@@ -83,7 +83,6 @@ class Snapshot:
     ) -> None:
         self.nbytes = 0
         self._undo: list[Undo] = []
-        self._seen: dict[int, object] = {}  # holds the objects, so that an id stays theirs
         self._capture(training, light=False)
         self._capture(data, light=True)
         self._random = RandomState(device)
@@ -97,15 +96,12 @@ class Snapshot:
 
     def _capture(self, roots: Iterable[object], *, light: bool) -> None:
         waiting = collections.deque(roots)
+        seen: dict[int, object] = {}  # holds the objects, so that an id stays theirs
         while waiting:
             value = waiting.popleft()
-            if (
-                id(value) in self._seen
-                or value is None
-                or isinstance(value, bool | int | float | complex | str | bytes)
-            ):
+            if id(value) in seen or value is None or isinstance(value, bool | int | float | complex | str | bytes):
                 continue
-            self._seen[id(value)] = value
+            seen[id(value)] = value
             waiting.extend(self._enter(value, light))
 
     def _enter(self, value: Any, light: bool) -> Iterable[object]:

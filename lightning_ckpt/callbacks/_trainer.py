@@ -1,12 +1,25 @@
 """The seam to Lightning: every access that Lightning does not document or type, each with its reason."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.utilities import _select_data_fetcher
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _extract_batch_size
+
+from lightning_ckpt.snapshot import RandomState
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -93,3 +106,177 @@ def wandb_names(logger: WandbLogger) -> tuple[str, str]:
     """
     axis = "global_step" if logger._wandb_init.get("sync_tensorboard") else "trainer/global_step"
     return axis, f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
+
+
+def has_training_to_do(trainer: Trainer) -> bool:
+    """Whether this `fit` is a real one; `fast_dev_run` is documented, but set where type checkers can't see it."""
+    return not trainer.fast_dev_run and trainer.limit_train_batches != 0  # type: ignore[attr-defined]
+
+
+def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
+    """The trainer's datamodule; documented, but set where type checkers can't see it."""
+    datamodule: LightningDataModule | None = trainer.datamodule  # type: ignore[attr-defined]
+    return datamodule
+
+
+def train_loaders_handed(trainer: Trainer) -> Any:
+    """The loaders given to `fit`, of which there is no public record; None where a module or datamodule makes them."""
+    source = trainer.fit_loop._data_source
+    return None if source.is_module() else source.instance
+
+
+def hand_train_loaders(trainer: Trainer, loaders: Any) -> None:
+    """Let this `fit` use `loaders`, as if they had been given to it."""
+    trainer.fit_loop._data_source.instance = loaders
+
+
+def request_train_loaders(trainer: Trainer) -> Any:
+    """What the `train_dataloader` hook of the module or datamodule returns, asked for the way `fit` does."""
+    return _request_dataloader(trainer.fit_loop._data_source)
+
+
+def loaded_train_loaders(trainer: Trainer) -> CombinedLoader | None:
+    """The loaders already loaded, which happens early where the number of batches is asked for; None before."""
+    return trainer.fit_loop._combined_loader
+
+
+def forget_train_loaders(trainer: Trainer) -> None:
+    """Let the trainer ask for its train loaders again. It has no public way to, short of another epoch."""
+    if trainer.fit_loop._data_fetcher is not None:
+        trainer.fit_loop._data_fetcher.teardown()
+        trainer.fit_loop._data_fetcher = None
+    trainer.fit_loop._combined_loader = None
+
+
+class OptimizerSetup:
+    """The strategy's call of `configure_optimizers`, noticed so that it can be made once more.
+
+    No callback hook comes before it, and what it draws from the random numbers (it may load the train loaders, to ask
+    how many batches there are) must be drawn from the same ones the second time. So the method is replaced on
+    the instance until it has been called once.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._strategy = trainer.strategy
+        self._setup = trainer.strategy.setup_optimizers
+        self._before: RandomState | None = None
+        self._after: RandomState | None = None
+        self._strategy.setup_optimizers = self._notice  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Give the strategy its method back."""
+        vars(self._strategy).pop("setup_optimizers", None)
+
+    def again(self, trainer: Trainer) -> None:
+        """Set up optimizers and schedulers as `strategy.setup` does, from the random numbers of the first time."""
+        now, device = RandomState(self._strategy.root_device), self._strategy.root_device
+        forget_train_loaders(trainer)
+        if self._before is not None:
+            self._before.restore()
+        self._setup(trainer)
+        self._strategy.setup_precision_plugin()
+        _optimizers_to_device(self._strategy.optimizers, device)
+        if self._after is None or not now.same_as(self._after):
+            now.restore()  # others have drawn since, and what they drew is not known
+
+    def _notice(self, trainer: Trainer) -> None:
+        self.remove()
+        self._before = RandomState(self._strategy.root_device)
+        self._setup(trainer)
+        self._after = RandomState(self._strategy.root_device)
+
+
+def optimizer_wrappers(trainer: Trainer) -> list[dict[str, Any]]:
+    """The attributes of Lightning's own wrappers, into which a manual step that fails leaves its hooks."""
+    return [vars(wrapper) for wrapper in trainer.strategy._lightning_optimizers]
+
+
+@contextmanager
+def unseen(trainer: Trainer) -> Iterator[None]:
+    """Let steps be taken that nothing of the trainer remembers.
+
+    Loops, results and logged values are fresh ones; callbacks, loggers and profiler are silent; schedulers are not
+    stepped unless the module does it by itself. Of accumulated micro-batches the first two are run: with two there is
+    what there ever is, new activations beside old gradients. All the trainer had is put back in the end.
+    """
+    names = (
+        "fit_loop",
+        "_logger_connector",
+        "_loggers",
+        "callbacks",
+        "profiler",
+        "accumulate_grad_batches",
+        "should_stop",
+    )
+    kept = {name: vars(trainer)[name] for name in names}
+    schedulers = trainer.strategy.lr_scheduler_configs
+    try:
+        trainer.fit_loop = _fresh_loop(trainer)
+        trainer._logger_connector = _LoggerConnector(trainer)
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        set_callbacks(trainer, [])
+        trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+        trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, 2)
+        if trainer.lightning_module.automatic_optimization:
+            trainer.strategy.lr_scheduler_configs = []
+        yield
+    finally:
+        vars(trainer).update(kept)
+        trainer.strategy.lr_scheduler_configs = schedulers
+
+
+def _fresh_loop(trainer: Trainer) -> _FitLoop:
+    old = trainer.fit_loop
+    loop = _FitLoop(trainer, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
+    loop.epoch_loop = _TrainingEpochLoop(trainer, min_steps=old.min_steps, max_steps=old.max_steps)
+    loop._data_source = old._data_source
+    return loop
+
+
+@contextmanager
+def optimizer_steps(trainer: Trainer, loaders: CombinedLoader, *, most_batches: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that takes one optimizer step through Lightning's own loop, inside `unseen`.
+
+    Precision, clipping, accumulation, the module's batch hooks, automatic or manual optimization: all as in training. A
+    step is done when Lightning has counted one; a module that steps several optimizers by itself, perhaps on different
+    batches, gets a batch for each. A step that the gradient scaler skipped for its first scales is taken again.
+    """
+    loop, module = trainer.fit_loop, trainer.lightning_module
+    fetcher = _select_data_fetcher(trainer, RunningStage.TRAINING)
+    fetcher.setup(loaders)
+    iter(fetcher)
+    loop._combined_loader, loop._data_fetcher = loaders, fetcher
+    loop.max_batches = fetcher.length if fetcher.length is not None else float("inf")
+    at_least = 1 if module.automatic_optimization else len(trainer.optimizers)
+
+    def take() -> None:
+        before = loop.epoch_loop.global_step
+        for taken in range(1, most_batches + 1):
+            try:
+                loop.epoch_loop.advance(fetcher)
+            except StopIteration:  # the data ended, or `on_train_batch_start` skipped the rest of the epoch
+                iter(fetcher)
+            if taken >= at_least and loop.epoch_loop.global_step > before:
+                return
+
+    def step() -> None:
+        for _ in range(most_batches):
+            scale = _scale(trainer)
+            take()
+            if scale is None or (_scale(trainer) or 0) >= scale:
+                return
+
+    try:
+        yield step
+    finally:
+        fetcher.teardown()
+
+
+def scaler_of(trainer: Trainer) -> Any:
+    """The gradient scaler of 16-bit mixed precision, or None; only that plugin has the attribute."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _scale(trainer: Trainer) -> float | None:
+    scaler = scaler_of(trainer)
+    return None if scaler is None else float(scaler.get_scale())

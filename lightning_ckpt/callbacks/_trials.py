@@ -1,0 +1,151 @@
+"""Training steps taken to measure their memory, of which nothing remains."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._loaders import MOST_BATCHES
+from lightning_ckpt.callbacks._trainer import datamodule_of, optimizer_steps, optimizer_wrappers, scaler_of, unseen
+from lightning_ckpt.memory import HostReader, reader_for, release_unused
+from lightning_ckpt.oom import is_out_of_memory, release
+from lightning_ckpt.search import Measurement
+from lightning_ckpt.snapshot import Snapshot
+
+Outcome = Literal["fits", "too large", "out of memory"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One batch size tried.
+
+    Attributes:
+        size: samples in the batch.
+        peak: highest memory of the step in bytes; where memory ran out, what it had reached.
+        seconds: time of the measured step; where memory ran out, until it did.
+        outcome: whether the step was within the target, above it, or ran out of memory.
+    """
+
+    size: int
+    peak: int
+    seconds: float
+    outcome: Outcome
+
+
+class Trials:
+    """While entered, steps can be tried; on leaving, all is as it was before.
+
+    Attributes:
+        copies: bytes of the copies that the readings of this reader would count; readings are given without them.
+        floor: bytes that are there whatever the batch size, as far as known.
+    """
+
+    def __init__(self, trainer: Trainer, place: BatchSize) -> None:
+        self._trainer, self._place = trainer, place
+        self._device = trainer.strategy.root_device
+        self._reader = reader_for(self._device)
+        self._warm = False
+        self._drawn: Snapshot | None = None
+        self.copies = self.floor = 0
+
+    def __enter__(self) -> Self:
+        self._state = Snapshot(
+            _changed_by_a_step(self._trainer), data=[datamodule_of(self._trainer)], device=self._device
+        )
+        # A resident size counts everything; an allocator's counters don't see memory that is not theirs.
+        self.copies = self._state.nbytes if isinstance(self._reader, HostReader) else 0
+        self._at_rest = self._resting()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._put_back()
+        self._place.put_back()
+        release_unused(self._device)
+
+    def prepare(self, size: int) -> None:
+        """Get hold of loaders, at a first size."""
+        self._place.prepare(size)
+        self._drawn = Snapshot([], data=self._place.drawn_from())
+
+    def run(self, size: int) -> tuple[Measurement, float]:
+        """Take one step, after a first one that makes gradients and optimizer state where there are none.
+
+        Returns:
+            What was measured, and the seconds it took.
+
+        Raises:
+            Exception: whatever the step raises, except running out of memory.
+        """
+        release_unused(self._device)
+        started = time.perf_counter()
+        try:
+            seconds, failed = self._step(size), False
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            release(error)
+            seconds, failed = time.perf_counter() - started, True
+        measurement = Measurement(size, self._peak(), failed)
+        if failed:  # cleaned up here, where the exception is gone and with it what it held
+            self._put_back()
+            self._warm = False
+            release_unused(self._device)
+        return measurement, seconds
+
+    def _step(self, size: int) -> float:
+        with unseen(self._trainer):
+            loaders = self._place.trial_loaders(size)
+            with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
+                if not self._warm:
+                    step()
+                    self._learn_floor()
+                self._reader.reset_peak()
+                started = time.perf_counter()
+                step()
+                _wait_for(self._device)
+                self._warm = True
+                return time.perf_counter() - started
+
+    def _learn_floor(self) -> None:
+        """Estimate from below, twice, and take the lower: a resident size keeps what a step has freed."""
+        optimizer = sum(_nbytes(list(optimizer.state.values())) for optimizer in self._trainer.optimizers)
+        gradients = _nbytes([parameter.grad for parameter in self._trainer.lightning_module.parameters()])
+        self.floor = max(min(self._at_rest + optimizer, self._resting() - gradients), 0)
+
+    def _resting(self) -> int:
+        self._reader.reset_peak()
+        return self._peak()
+
+    def _peak(self) -> int:
+        return max(self._reader.peak() - self.copies, 0)
+
+    def _put_back(self) -> None:
+        if self._drawn is not None:
+            self._drawn.restore()
+        self._state.restore()
+
+
+def _changed_by_a_step(trainer: Trainer) -> list[object]:
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    wrappers = optimizer_wrappers(trainer)
+    return [trainer.lightning_module, trainer.model, *trainer.optimizers, *schedulers, scaler_of(trainer), *wrappers]
+
+
+def _nbytes(values: Sequence[Any]) -> int:
+    """Bytes of the tensors among `values` and in the dicts among them."""
+    nested = [_nbytes(list(value.values())) for value in values if isinstance(value, dict)]
+    return sum(nested) + sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize(device)

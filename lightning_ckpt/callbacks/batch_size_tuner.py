@@ -1,0 +1,301 @@
+"""The largest batch size that fits, found before the first step, as a Lightning callback."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from rich.console import Console
+from rich.table import Table
+from torch.nn.parameter import is_lazy
+
+from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._trainer import OptimizerSetup, callbacks_of, has_training_to_do, set_callbacks
+from lightning_ckpt.callbacks._trials import Outcome, Trial, Trials
+from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_ckpt.memory import reader_for
+from lightning_ckpt.search import Measurement, NothingFits, Search
+from lightning_ckpt.sizes import format_size, parse_size
+
+
+@dataclass(frozen=True)
+class _Room:
+    """How much memory a step may need.
+
+    Attributes:
+        limit: what the device or the process can hold, in bytes.
+        target: what a step may need of it, in bytes.
+    """
+
+    limit: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{format_size(self.target)} ({format_size(self.limit)} less the headroom)"
+
+
+class BatchSizeTuner(Callback):
+    """Find the largest batch size that leaves the headroom, before training starts, and train with it.
+
+    A few real training steps are taken at growing sizes, their peak memory is measured, and the size is settled on
+    that fits and was measured to: two small sizes, a jump along the line through them as far as is safe, and what
+    is needed after it. An out-of-memory error in a trial is caught and used as a bound. Then everything is put back:
+    training is bit for bit what it would have been with that size set by hand, and nothing of the trials is logged,
+    counted or left on disk.
+
+    The size must live where it can be changed: as an attribute or hyperparameter `batch_size` of the module or
+    datamodule that `train_dataloader` uses, or in a `DataLoader` handed to `fit`, which is replaced by one of the new
+    size with the same dataset, sampler, workers and collate function. When the size changes, `configure_optimizers` is
+    called once more, so that rates and schedules planned from the size or the number of batches see the new one.
+
+    The trials run in `on_fit_start`, before the module's own `on_fit_start` and `on_train_start`; of the module's hooks
+    only those of a batch are called. `ActivationCheckpointing` is put before this callback. Validation is not tried.
+
+    A settled size is saved in checkpoints. A resumed run, and another `fit` with the same callback, use it after one
+    trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
+    `fast_dev_run` nothing is done.
+
+    Args:
+        mode: `"search"`: settle the size before the first step.
+        headroom: share of the memory limit to leave free, 0 to 1.
+        batch_arg_name: name of the attribute or hyperparameter that holds the batch size.
+        init_val: first size to try; `None` for a small one. The size found in the module is not tried first: it may be
+            the one that does not fit.
+        min_val: smallest size allowed.
+        max_val: largest size allowed; `None` for no bound but the number of samples.
+        multiple_of: settle on a multiple of this.
+        memory_limit: memory to fill, in bytes or as `"40GiB"`; `None` for what the device, or on a machine without one
+            the process, can hold.
+        max_trials: most sizes to try.
+
+    Attributes:
+        batch_size: the settled size; `None` before.
+        trials: every trial, in order: size, peak in bytes, seconds of the step, outcome.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MisconfigurationException: when `fit` starts: no batch size was found that can be changed; several processes;
+            a `LearningRateFinder` or `BatchSizeFinder` beside it.
+        NothingFits: when `fit` starts: not even the smallest size allowed fits.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[BatchSizeTuner(multiple_of=8)], logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        mode: Literal["search"] = "search",
+        *,
+        headroom: float = 0.1,
+        batch_arg_name: str = "batch_size",
+        init_val: int | None = None,
+        min_val: int = 1,
+        max_val: int | None = None,
+        multiple_of: int = 1,
+        memory_limit: int | str | None = None,
+        max_trials: int = 8,
+    ) -> None:
+        if mode != "search":
+            raise ValueError(f'mode={mode!r}: accepted is "search"')
+        if isinstance(headroom, bool) or not isinstance(headroom, int | float) or not 0 <= headroom < 1:
+            raise ValueError(f"headroom={headroom!r}: give the share of memory to leave free, at least 0 and below 1")
+        if not isinstance(batch_arg_name, str) or not batch_arg_name.isidentifier():
+            raise ValueError(f'batch_arg_name={batch_arg_name!r}: give the name of an attribute, like "batch_size"')
+        for name, value in (("min_val", min_val), ("multiple_of", multiple_of), ("max_trials", max_trials)):
+            _check_count(name, value)
+        for name, bound in (("max_val", max_val), ("init_val", init_val)):
+            if bound is not None:
+                _check_count(name, bound)
+        _check_range(min_val, max_val, init_val, multiple_of)
+        self.mode = mode
+        self.headroom = headroom
+        self.batch_arg_name = batch_arg_name
+        self.init_val, self.min_val, self.max_val = init_val, min_val, max_val
+        self.multiple_of = multiple_of
+        self.memory_limit = None if memory_limit is None else parse_size(memory_limit, name="memory_limit")
+        self.max_trials = max_trials
+        self.batch_size: int | None = None
+        self.trials: list[Trial] = []
+        self._optimizer_setup: OptimizerSetup | None = None
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(batch_arg_name=self.batch_arg_name)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.batch_size is None:
+            return {}
+        return {"batch_size": self.batch_size, "trials": [asdict(trial) for trial in self.trials]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._optimizer_setup is None and self.batch_size is not None:
+            return  # a strategy that loads late: this fit has settled its size already
+        self.batch_size = state_dict["batch_size"]
+        self.trials = [Trial(**trial) for trial in state_dict["trials"]]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._refuse(trainer)
+        self._stand_behind_checkpointing(trainer)
+        self._forget_setup()
+        self._optimizer_setup = OptimizerSetup(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        setup = self._optimizer_setup
+        if setup is None or not has_training_to_do(trainer):
+            return
+        if any(map(is_lazy, pl_module.parameters())):
+            raise MisconfigurationException(
+                "BatchSizeTuner can't put back parameters that are made on the first batch: run one batch through the "
+                "module before `fit`, so that its lazy layers know their shapes"
+            )
+        place = BatchSize(trainer, pl_module, self.batch_arg_name)
+        with Trials(trainer, place) as trials:
+            trials.prepare(self._first(self._search(0, None)))
+            room = self._room(trainer, trials.copies)
+            size = self._settle(self._search(room.target, place.most_samples), place, trials, room)
+        if place.settle(size):
+            setup.again(trainer)
+        self.batch_size = size
+        self._forget_setup()
+        self._report(trainer, room, place.size)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not earlier: Lightning logs the hyperparameters' initial values right after `on_fit_start`.
+        if self.batch_size is not None:
+            for logger in trainer.loggers:
+                logger.log_hyperparams({self.batch_arg_name: self.batch_size})
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._forget_setup()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._forget_setup()  # Lightning calls no teardown after an exception
+
+    def _refuse(self, trainer: Trainer) -> None:
+        if trainer.world_size > 1:
+            raise MisconfigurationException(
+                f"BatchSizeTuner works in a single process for now, and this trainer runs {trainer.world_size}: find "
+                "the size with Trainer(devices=1), then set it by hand"
+            )
+        for other in callbacks_of(trainer):
+            if isinstance(other, LearningRateFinder):
+                raise MisconfigurationException(
+                    "LearningRateFinder would run before BatchSizeTuner, since Lightning moves it to the front, and "
+                    "find a rate for a batch size that then changes: find the size first, in a `fit` without it, set "
+                    "it by hand, and find the learning rate after"
+                )
+            if isinstance(other, BatchSizeFinder):
+                raise MisconfigurationException(
+                    "BatchSizeFinder and BatchSizeTuner both set the batch size: leave one of them out"
+                )
+
+    def _stand_behind_checkpointing(self, trainer: Trainer) -> None:
+        """Blocks made in `configure_model` are checkpointed in `on_fit_start`, and the trials must see them so."""
+        callbacks = callbacks_of(trainer)
+        places = [place for place, other in enumerate(callbacks) if isinstance(other, ActivationCheckpointing)]
+        mine = callbacks.index(self)
+        if places and places[-1] > mine:
+            rest = callbacks[:mine] + callbacks[mine + 1 :]
+            set_callbacks(trainer, [*rest[: places[-1]], self, *rest[places[-1] :]])
+
+    def _forget_setup(self) -> None:
+        if self._optimizer_setup is not None:
+            self._optimizer_setup.remove()
+            self._optimizer_setup = None
+
+    def _room(self, trainer: Trainer, copies: int) -> _Room:
+        limit = self.memory_limit or reader_for(trainer.strategy.root_device).limit()
+        if limit is None:
+            raise MisconfigurationException(
+                "BatchSizeTuner can't tell how much memory there is on this machine: give memory_limit, in bytes or as "
+                '"40GiB"'
+            )
+        # The copies of the state lie in the same memory while the trials run, and must not push a trial over the edge.
+        return _Room(limit, min(int(limit * (1 - self.headroom)), limit - copies))
+
+    def _search(self, target: int, samples: int | None) -> Search:
+        most = min((bound for bound in (self.max_val, samples) if bound is not None), default=None)
+        try:
+            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials)
+        except ValueError as error:
+            data = "" if samples is None else f"; the train data has {samples} samples"
+            raise MisconfigurationException(f"BatchSizeTuner: {error}{data}") from None
+
+    def _first(self, search: Search) -> int:
+        """The size a fit before or a checkpoint has settled, or else the search's first."""
+        return search.nearest(self.batch_size or search.init_val or 2 * search.multiple_of)
+
+    def _settle(self, search: Search, place: BatchSize, trials: Trials, room: _Room) -> int:
+        """Try sizes until the search is over, or until the size that was settled before has shown to fit."""
+        measured: list[Measurement] = []
+        size: int | None = self._first(search)
+        while size is not None:
+            there = place.samples_up_to(size)
+            if there < size:  # a stream that turned out short
+                search = self._search(room.target, there)
+                size = search.nearest(size)
+                if size in [m.size for m in measured]:
+                    break
+            measured.append(self._try(search, trials, size))
+            if size == self.batch_size and search.fits(measured[0]):
+                return size
+            size = search.propose(measured, floor=trials.floor)
+        try:
+            return search.settled(measured)
+        except NothingFits:
+            raise NothingFits(_why(min(measured, key=lambda m: m.size), search, room)) from None
+
+    def _try(self, search: Search, trials: Trials, size: int) -> Measurement:
+        measurement, seconds = trials.run(size)
+        outcome = _outcome(search, measurement)
+        self.trials.append(Trial(size, measurement.peak, seconds, outcome))
+        return measurement
+
+    @rank_zero_only
+    def _report(self, trainer: Trainer, room: _Room, before: int | None) -> None:
+        title = f"Batch size: {self.batch_size}, the largest measured within {room}"
+        table = Table("Batch size", "Peak", "Of the limit", "Step", "Outcome", title=title)
+        for trial in self.trials:
+            share = f"{trial.peak / room.limit:.1%}"
+            table.add_row(f"{trial.size}", format_size(trial.peak), share, f"{trial.seconds:.3g} s", trial.outcome)
+        Console().print(table)
+        if before != self.batch_size:
+            accumulated = trainer.accumulate_grad_batches
+            was = "" if before is None else f", not {before * accumulated} as before"
+            rank_zero_info(
+                f"BatchSizeTuner: an optimizer step now takes {(self.batch_size or 0) * accumulated} samples{was}; the "
+                "learning rate may want to follow"
+            )
+
+
+def _outcome(search: Search, measurement: Measurement) -> Outcome:
+    if measurement.out_of_memory:
+        return "out of memory"
+    return "fits" if search.fits(measurement) else "too large"
+
+
+def _why(least: Measurement, search: Search, room: _Room) -> str:
+    """What to tell a person when no size fits."""
+    reached = "ran out of memory after reaching" if least.out_of_memory else "has a measured peak of"
+    untried = f"; smaller sizes, down to {search.smallest}, are untried: raise max_trials or lower init_val"
+    return (
+        f"BatchSizeTuner: not even a batch size of {least.size} fits: its step {reached} {format_size(least.peak)}, "
+        f"and it may need {room}{untried if least.size > search.smallest else ''}. Checkpoint more of the model, lower "
+        "headroom, raise memory_limit, or use a smaller model"
+    )
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def _check_range(min_val: int, max_val: int | None, init_val: int | None, multiple_of: int) -> None:
+    Search(0, min_val, max_val, multiple_of)
+    if init_val is not None and (init_val < min_val or (max_val is not None and init_val > max_val)):
+        raise ValueError(f"init_val={init_val}: give a size from min_val={min_val} to max_val={max_val}")
