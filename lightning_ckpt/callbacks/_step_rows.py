@@ -20,7 +20,7 @@ class Key:
     """How a figure becomes one over ranks, and one over the run in W&B's summary."""
 
     ranks: Literal["max", "min", "sum", "mean"]
-    summary: Literal["max", "min", "mean", "last"]
+    summary: Literal["max", "min", "mean"]
 
 
 KEYS: Mapping[str, Key] = {
@@ -38,8 +38,8 @@ KEYS: Mapping[str, Key] = {
     "throughput/tflops_per_sec": Key("mean", "mean"),
     "throughput/mfu": Key("mean", "mean"),
     "throughput/hfu": Key("mean", "mean"),
-    "batch_size/per_device": Key("max", "last"),
-    "batch_size/global": Key("sum", "last"),
+    "batch_size/per_device": Key("max", "max"),  # the last one would be that of an epoch's odd end
+    "batch_size/global": Key("sum", "max"),
 }
 
 # Rows that several ranks of an accelerator let pass before they put one together, so that the device has come to the

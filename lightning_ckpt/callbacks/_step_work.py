@@ -1,5 +1,6 @@
 """The work of a step, from the FLOPs of the first batch."""
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -24,7 +25,8 @@ class WorkCount:
         self._peaks = _peaks(trainer.strategy.root_device) if flops is not None else {}
         self._fixed = None
         if isinstance(flops, int | float):
-            self._fixed = _work(Flops({_format(trainer): int(flops)}, {}), self._peaks)
+            work = _work(Flops({_format(trainer): int(flops)}, {}), self._peaks)
+            self._fixed = replace(work, total_seconds=None)  # nobody has said what is replayed
         self._module: LightningModule | None = pl_module if flops == "auto" else None
         self._counter: FlopCounter | None = None
         self._of_a_unit: Work | None = None
