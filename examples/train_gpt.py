@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, StepMonitor
+from lightning_ckpt.memory import HostReader
 
 VOCABULARY = 128  # ASCII
 warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data is in memory: workers would slow it
@@ -92,22 +93,26 @@ class GPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def logger_of(name: str) -> Logger | bool:
-    """W&B writes to disk and needs no account; `--logger csv` writes a table."""
-    if name == "wandb":
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"depth": 12, "width": 64, "heads": 4, "context": 128, "steps": 30, "batch-size": 8, "max-batch-size": 32}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--policy", choices=["none", "full", "selective"], default="full", help="default full")
+    parser.add_argument("--logger", choices=["wandb", "csv", "none"], default="wandb", help="default wandb, offline")
+    parser.add_argument("--no-tune", action="store_true", help="train with --batch-size instead of searching for one")
+    return parser.parse_args()
+
+
+def make_logger(name: str) -> Logger | bool:
+    Path("runs").mkdir(exist_ok=True)
+    if name == "wandb":  # offline: it needs no account, and can be synced later
         return WandbLogger(project="lightning-ckpt", name="train-gpt", save_dir="runs", offline=True)
     return CSVLogger("runs", name="train-gpt") if name == "csv" else False
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"depth": 12, "width": 64, "heads": 4, "context": 128, "batch-size": 8, "steps": 30}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--policy", choices=["none", "full", "selective"], default="full", help="default full")
-    parser.add_argument("--logger", choices=["wandb", "csv", "none"], default="wandb", help="default wandb, offline")
-    parser.add_argument("--no-tune", action="store_true", help="train with --batch-size instead of searching for one")
-    args = parser.parse_args()
-
+    args = parse_arguments()
     L.seed_everything(0, verbose=False)
     model = GPT(args.depth, args.width, args.heads, args.context)
     loader = DataLoader(Sources(args.context), batch_size=args.batch_size, shuffle=True, drop_last=True)
@@ -115,23 +120,22 @@ def main() -> None:
     # Checkpointing brings a StepMonitor of its own; the plain run, for comparison, gets one alone.
     callbacks = [StepMonitor() if args.policy == "none" else ActivationCheckpointing(args.policy)]
     if not args.no_tune:
-        callbacks.append(BatchSizeTuner(max_val=32))
-
-    logger = logger_of(args.logger)
-    trainer = L.Trainer(
-        max_steps=args.steps, callbacks=callbacks, logger=logger, log_every_n_steps=1, enable_checkpointing=False
-    )
+        # On a card, its memory; a CPU has more than this model can fill in seconds, so there let it fill 320 MiB.
+        limit = None if torch.accelerator.is_available() else HostReader().current() + 320 * 2**20
+        callbacks.append(BatchSizeTuner(max_val=args.max_batch_size, memory_limit=limit))
+    logger = make_logger(args.logger)
+    options = {"log_every_n_steps": 1, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_steps=args.steps, callbacks=callbacks, logger=logger, **options)
     trainer.fit(model, loader)
 
-    first, last = model.losses[0].item(), torch.stack(model.losses[-5:]).mean().item()
-    size = trainer.train_dataloader.batch_size
+    size, losses = trainer.train_dataloader.batch_size, torch.stack(model.losses)
+    first, last = losses[0], losses[-5:].mean()
     print(f"\nLoss {first:.2f} -> {last:.2f} in {args.steps} steps of {size} x {args.context} characters.")
     if not args.no_tune:
         print(f"The tuner started from a batch size of {args.batch_size} and settled on {size}.")
     if isinstance(logger, WandbLogger):
-        run = Path(logger.experiment.dir).parent
+        run, command = Path(logger.experiment.dir).parent, Path(sys.executable).with_name("wandb")
         logger.experiment.finish()
-        command = Path(sys.executable).with_name("wandb")
         print(
             f"The run is in {run}\n  {command} leet {run}    # look at it here\n  {command} sync {run}    # or in W&B"
         )

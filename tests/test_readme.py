@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
 
 from lightning_ckpt.cli import main
@@ -17,13 +18,20 @@ def blocks_of(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+# Lightning's advice about loaders as small as this one.
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
 def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every snippet, in order, with a small model and loader where a reader has their own."""
+    """Every snippet, in order, with a small model and data where a reader has their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
     data = Subset(Sources(context=16), range(64))
-    names = {"model": GPT(depth=3, width=16, heads=2, context=16), "loader": DataLoader(data, batch_size=2)}
+    names = {
+        "model": GPT(depth=3, width=16, heads=2, context=16),
+        "loader": DataLoader(data, batch_size=2),
+        "inputs": data[0]["input_ids"].unsqueeze(0),
+        "labels": data[0]["labels"].unsqueeze(0),
+        "loss_function": lambda logits, labels: cross_entropy(logits.flatten(0, 1), labels.flatten()),
+    }
     for number, source in enumerate(blocks_of("python")):
         exec(compile(source, f"README.md, snippet {number}", "exec"), names)
     assert names["trainer"].global_step == 20
