@@ -8,7 +8,9 @@ from operator import itemgetter
 from types import FrameType
 from typing import Any
 
-from torch import nn
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
@@ -115,3 +117,51 @@ def compiled_graphs() -> int:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is `torch.compile`'s wrapper, or was compiled in place; neither leaves a public mark."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+class _Saving(torch.autograd.Function):
+    """Saves tensors and does nothing else; the public way to a saved tensor."""
+
+    @staticmethod
+    def forward(requires_grad: Tensor, *tensors: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise AssertionError("nothing depends on what this returns")
+
+
+class SavedInput:
+    """A tensor saved as autograd saves it: watched for changes in place, and passed through saved-tensor hooks.
+
+    PyTorch 2.13 has a direct way to it that costs a tenth of the public one, on which earlier releases rely.
+    """
+
+    __slots__ = ("_saved",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+        save: Any = _Saving.apply
+        self._saved: Any = make(tensor, is_output=False) if make else save(torch.empty(0, requires_grad=True), tensor)
+
+    def unpack(self) -> Tensor:
+        """The tensor. Raises what autograd raises where it was changed in place since."""
+        if isinstance(self._saved, Tensor):
+            node: Any = self._saved.grad_fn
+            return node.saved_tensors[0]  # type: ignore[no-any-return]
+        return self._saved.unpack()  # type: ignore[no-any-return]
+
+
+def early_stop_is_on() -> bool:
+    """Whether `torch.utils.checkpoint.set_checkpoint_early_stop` leaves early stop on: it has no getter."""
+    enabled = torch.utils.checkpoint._enable_checkpoint_early_stop
+    return enabled is None or bool(enabled)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module, told by name: to import its class loads all of FSDP."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

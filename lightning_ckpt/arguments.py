@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,9 @@ class _Slot:
     index: int
 
 
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, _Slot)
+
+
 class Arguments:
     """The positional and keyword arguments of one call, as they were when it was made.
 
@@ -29,11 +33,13 @@ class Arguments:
 
     Attributes:
         tensors: every tensor among the arguments once, in the order of their first appearance.
+        opaque: the class of an object that could not be looked into, by its name; `None` if there was none.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
-        take = partial(_take, self.tensors, {})
+        self.opaque: str | None = None
+        take = partial(_take, self, {})
         self._args = tuple(map(take, args))
         self._kwargs = {name: take(value) for name, value in kwargs.items()}
 
@@ -51,14 +57,17 @@ class Arguments:
 # Functions that visit themselves are no closures: a closure that holds itself keeps its tensors until a collection.
 
 
-def _take(tensors: list[Tensor], slots: dict[int, _Slot], value: Any) -> Any:
-    """`value` with slots for tensors, which join `tensors`."""
+def _take(arguments: Arguments, slots: dict[int, _Slot], value: Any) -> Any:
+    """`value` with slots for tensors, which join those of `arguments`."""
     if not isinstance(value, Tensor):
-        return _rebuilt(value, partial(_take, tensors, slots))
+        rebuilt = _rebuilt(value, partial(_take, arguments, slots))
+        if rebuilt is value and not isinstance(value, _PLAIN) and type(value) is not tuple:
+            arguments.opaque = type(value).__name__
+        return rebuilt
     # A tensor passed twice stays one tensor in the replay: attention takes another path if `query is key`.
     if id(value) not in slots:
-        slots[id(value)] = _Slot(len(tensors))
-        tensors.append(value)
+        slots[id(value)] = _Slot(len(arguments.tensors))
+        arguments.tensors.append(value)
     return slots[id(value)]
 
 
@@ -69,7 +78,7 @@ def _put(tensors: Sequence[Tensor], value: Any) -> Any:
 
 def _rebuilt(value: Any, visit: Callable[[Any], Any]) -> Any:
     """A copy of a container with every part visited; anything that is no container, itself."""
-    if value is None or isinstance(value, bool | int | float | str | _Slot):
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple):
         parts = map(visit, value)

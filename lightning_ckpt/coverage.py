@@ -32,11 +32,13 @@ class Coverage:
         policy: the policy that chose, as it prints.
         portions: every block found, in order.
         parameters: how many parameters the whole model holds, in elements, shared ones once.
+        segments: the blocks that one replay spans, as the latest forward pass joined them; none before the first.
     """
 
     policy: str
     portions: tuple[Portion, ...]
     parameters: int
+    segments: tuple[tuple[str, ...], ...] = ()
 
     @property
     def checkpointed(self) -> tuple[Portion, ...]:
@@ -60,6 +62,10 @@ class Coverage:
             portions = list(group)
             parameters = sum(portion.parameters for portion in portions)
             table.add_row(_span(portions), alike[1], f"{parameters:,}", "no: " + alike[2] if alike[2] else "yes")
+        if any(len(segment) > 1 for segment in self.segments):
+            table.caption = "One replay spans: " + "; ".join(
+                _between(segment[0], segment[-1]) for segment in self.segments
+            )
         return table
 
 
@@ -69,5 +75,8 @@ def _parent(name: str) -> str:
 
 def _span(portions: list[Portion]) -> str:
     """`net.blocks.0 .. 7` for neighbours."""
-    first, last = portions[0].name, portions[-1].name
+    return _between(portions[0].name, portions[-1].name)
+
+
+def _between(first: str, last: str) -> str:
     return first if first == last else f"{first} .. {last.removeprefix(_parent(last)) or last}"

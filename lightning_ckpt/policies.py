@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from math import sqrt
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils.checkpoint import (
@@ -75,6 +76,10 @@ class Full:
 
     Args:
         every: checkpoint one block in `every`, in the order in which the model holds them: 2 takes blocks 0, 2, 4, ...
+        segment_size: how many blocks one replay spans; only the first one's inputs are kept. `"sqrt"` takes the square
+            root of their number. Blocks are joined where one takes the result of the one before as it is. Long segments
+            pay only where a block's inputs are large against what it keeps inside, as in thin, deep chains: their
+            replay holds the activations of all their blocks at once.
         select: which blocks, counted from 0: `"first-4"`, `"last-4"`, `"middle-4"`, `"range-2-9"` (both ends included),
             the indices themselves (negative ones count from the end), or a number of blocks to spread evenly. A spread
             leaves the last block out first: its replay comes at once, so keeping it whole costs the peak least.
@@ -85,11 +90,21 @@ class Full:
     """
 
     every: int = 1
+    segment_size: int | Literal["sqrt"] = 1
     select: str | int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not _is_count(self.every):
             raise ValueError(f"Full(every={self.every!r}): accepted is a whole number of at least 1")
+        if self.segment_size != "sqrt" and not _is_count(self.segment_size):
+            raise ValueError(
+                f'Full(segment_size={self.segment_size!r}): accepted are a whole number of at least 1, and "sqrt"'
+            )
+        if self.every != 1 and self.segment_size != 1:
+            raise ValueError(
+                f"Full(every={self.every}, segment_size={self.segment_size!r}): blocks left alone in between leave no "
+                "neighbours to join; give one of the two"
+            )
         if self.select is None:
             return
         if self.every != 1:
@@ -125,6 +140,10 @@ class Full:
                 f"Full(select={self.select!r}): the model has {count} blocks, counted from 0 to {count - 1}"
             )
         return chosen
+
+    def span(self, chosen: int) -> int:
+        """How many blocks a segment takes at most, of `chosen` checkpointed ones (Chen et al. 2016, section 4.1)."""
+        return max(1, round(sqrt(chosen))) if self.segment_size == "sqrt" else self.segment_size
 
     def contexts(self) -> "ReplayContexts":
         """Nothing around forward or replay: everything in the block is replayed."""
@@ -172,6 +191,10 @@ class SelectiveOps:
     def choose(self, count: int) -> list[int]:
         """Indices of the blocks to checkpoint among `count` blocks: all of them."""
         return list(range(count))
+
+    def span(self, chosen: int) -> int:
+        """How many blocks a segment takes at most: one."""
+        return 1
 
     def contexts(self) -> "ReplayContexts":
         """What keeps the listed operators' results in one application of the policy."""

@@ -6,14 +6,16 @@ checkpoint files are those of the plain model.
 """
 
 import inspect
+import logging
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -21,13 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from lightning_ckpt._compat import DropoutBase
+from lightning_ckpt._compat import DropoutBase, is_sharded
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
 from lightning_ckpt.coverage import Coverage, Portion
 from lightning_ckpt.owners import owner_of
-from lightning_ckpt.policies import Contexts, Policy, resolve_policy
-from lightning_ckpt.replay_state import ReplayState, tensor_version
+from lightning_ckpt.policies import Policy, resolve_policy
+from lightning_ckpt.replay_state import Environment, ReplayState, tensor_version
+from lightning_ckpt.segments import Segment
+
+_log = logging.getLogger(__name__)
 
 DeterminismCheck = Literal["default", "none"]
 
@@ -63,33 +68,68 @@ def _recomputing() -> Iterator[None]:
 
 
 class _How:
-    """How the blocks of one application are checkpointed."""
+    """How the blocks of one application are checkpointed, and how their calls join into segments.
 
-    def __init__(self, policy: Policy, preserve_rng_state: bool, determinism_check: DeterminismCheck) -> None:
+    Args:
+        policy: what goes around each call.
+        span: how many calls a segment takes at most.
+        preserve_rng_state: as in `checkpoint_blocks`.
+        determinism_check: as in `checkpoint_blocks`.
+    """
+
+    def __init__(
+        self, policy: Policy, span: int, preserve_rng_state: bool, determinism_check: DeterminismCheck
+    ) -> None:
         self.policy = policy
+        self.span = span
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
         self.contexts = policy.contexts()
+        self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
+        self._open: weakref.ref[Segment] | None = None
+        self._said_why = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _How, (self.policy, self.preserve_rng_state, self.determinism_check)  # contexts are local functions
+        # The contexts are local functions, and a segment is nothing to take along.
+        return _How, (self.policy, self.span, self.preserve_rng_state, self.determinism_check)
 
-    def run(self, function: Callable[..., Any], tensors: Sequence[Any], early_stop: bool, **more: Any) -> Any:
-        return checkpoint(
-            function,
-            *tensors,
-            use_reentrant=False,
-            preserve_rng_state=self.preserve_rng_state,
-            determinism_check=self.determinism_check,
-            early_stop=early_stop,
-            **more,
-        )
+    def segment_for(self, name: str, block: nn.Module, arguments: Arguments) -> Segment:
+        """The segment that a call goes to: the open one if the call follows from it, else a new one."""
+        latest = self._open() if self._open else None
+        if any(name in segment for segment in self.segments):
+            self.segments = []  # called before: another forward pass begins, or a block that is called twice
+        elif latest and not latest.full:
+            refused = self._refuses(block, arguments) or latest.refuses(arguments.tensors)
+            if refused is None:
+                self.segments[-1].append(name)
+                return latest
+            self._say(name, refused)
+        segment = Segment(self.span, self.determinism_check == "default")
+        self.segments.append([name])
+        self._open = weakref.ref(segment)
+        return segment
 
-    def run_compiled(self, function: Callable[..., Any], args: Sequence[Any], early_stop: bool) -> Any:
+    def _refuses(self, block: nn.Module, arguments: Arguments) -> str | None:
+        if arguments.opaque:
+            return f"it takes a {arguments.opaque}, which may hold results of the segment"
+        if is_sharded(block):
+            return "its parameters are sharded, and gathered for its own replay alone"
+        return None
+
+    def _say(self, name: str, refused: str) -> None:
+        if not self._said_why:
+            _log.warning(
+                "Block %r starts a segment of its own, though %d were to span one: %s", name, self.span, refused
+            )
+            self._said_why = True
+
+    def run_compiled(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What `torch.compile` traces: PyTorch's own checkpoint, which the compiler knows."""
         # A partial made on the spot: the compiler takes no function for `context_fn` that it finds on an object.
-        if self.contexts.make is noop_context_fn:
-            return self.run(function, args, early_stop)
-        return self.run(function, args, early_stop, context_fn=partial(self.contexts.make))
+        more: dict[str, Any] = (
+            {} if self.contexts.make is noop_context_fn else {"context_fn": partial(self.contexts.make)}
+        )
+        return checkpoint(function, *args, use_reentrant=False, **more)
 
 
 class CheckpointedForward:
@@ -101,14 +141,19 @@ class CheckpointedForward:
     Args:
         block: the module whose forward it stands for.
         name: the block's qualified name, for messages.
-        how: the settings it shares with the other blocks.
+        how: what it shares with the other blocks.
         early_stop: whether a replay ends once the last tensor that backward needs is there.
         replaced: the forward that another library had put on the instance. The class's own is looked up at each call,
             since `fully_shard` swaps the class.
     """
 
     def __init__(
-        self, block: nn.Module, name: str, how: _How, early_stop: bool, replaced: Callable[..., Any] | None
+        self,
+        block: nn.Module,
+        name: str,
+        how: _How,
+        early_stop: bool,
+        replaced: Callable[..., Any] | None,
     ) -> None:
         self.name = name
         self.how = how
@@ -136,11 +181,14 @@ class CheckpointedForward:
             return self.plain(block, *args, **kwargs)
         if torch.compiler.is_compiling():
             # The compiler tracks tensors wherever they are; keywords are kept from `checkpoint`, which has its own.
-            return self.how.run_compiled(lambda *given: self.plain(block, *given, **kwargs), args, self.early_stop)
+            return self.how.run_compiled(lambda *given: self.plain(block, *given, **kwargs), args)
         arguments = Arguments(args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(arguments.tensors, block.parameters())):
             return self.plain(block, *args, **kwargs)
-        return _Call(self, block, arguments).run(args, kwargs)
+        segment = self.how.segment_for(self.name, block, arguments)
+        tensors = arguments.take_tensors()
+        call = _Call(self, block, arguments, tensors)
+        return segment.run(call, tensors, lambda: call.forward(tensors, args, kwargs))
 
     def plain(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
@@ -167,48 +215,48 @@ class CheckpointedForward:
 
 
 class _Call:
-    """One call of a checkpointed block: its forward at first, then a replay each time backward asks for one.
+    """One call of a checkpointed block: its forward, then a replay each time backward asks for one.
 
     It keeps the block alive, since a graph may go backward after its model is gone.
     """
 
-    def __init__(self, forward: CheckpointedForward, block: nn.Module, arguments: Arguments) -> None:
+    def __init__(
+        self, forward: CheckpointedForward, block: nn.Module, arguments: Arguments, tensors: Sequence[Tensor]
+    ) -> None:
+        self.name = forward.name
+        self.early_stop = forward.early_stop
         self._forward = forward
         self._block = block
         self._arguments = arguments
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        devices = (*tensors, *islice(block.parameters(), 1))
+        self._environment = Environment(devices, forward.how.preserve_rng_state)
         self._buffers = forward.state.before_forward(block)
+        self._around_forward, self._around_replay = forward.how.contexts.make()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass: it gets the caller's own objects, which it may fill."""
-        self._given = args, kwargs
-        tensors = self._arguments.take_tensors()
         versions = [tensor_version(tensor) for tensor in tensors]
-        forward = self._forward
-        output = forward.how.run(self, tensors, forward.early_stop, context_fn=self._contexts)
-        forward.state.after_forward(self._buffers)
+        with self._around_forward:
+            output = self._forward.plain(self._block, *args, **kwargs)
+        self._forward.state.after_forward(self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor_version(tensor) != version:
                 raise self._changed_in_place(tensor)
         return output
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self._given is not None:
-            (args, kwargs), self._given = self._given, None
-        else:
-            args, kwargs = self._arguments.rebuild(tensors)
-        return self._forward.plain(self._block, *args, **kwargs)
-
-    def _contexts(self) -> Contexts:
-        around_forward, around_replay = self._forward.how.contexts.make()
-        return around_forward, _Replay(self, around_replay)
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """What a replay sees: the flag, and the buffers as the forward found them."""
+    def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The forward pass again, on the arguments, random numbers and buffers of then."""
+        args, kwargs = self._arguments.rebuild(tensors)
         self._forward.how.contexts.on_replay()
-        with _recomputing(), self._forward.state.as_before(self._buffers):
-            yield
+        # The policy's context comes last: it watches operators, and the copying of buffers is none of the block's.
+        with (
+            _recomputing(),
+            self._environment.restored(),
+            self._forward.state.as_before(self._buffers),
+            self._around_replay,
+        ):
+            output = self._forward.plain(self._block, *args, **kwargs)
+        return Arguments((output,), {}).take_tensors()
 
     def _changed_in_place(self, tensor: Tensor) -> RuntimeError:
         return RuntimeError(
@@ -219,30 +267,15 @@ class _Call:
         )
 
 
-class _Replay:
-    """Around every replay of one call: first its state, made before the policy's own context watches operators."""
-
-    def __init__(self, call: _Call, policy: AbstractContextManager[Any]) -> None:
-        self._call = call
-        self._policy = policy
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
-        self._entered.enter_context(self._call.replaying())
-        self._entered.enter_context(self._policy)
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-
 class CheckpointedBlocks:
     """The handle that `checkpoint_blocks` returns: says what is covered, and undoes it.
 
     As a context manager it undoes on the way out, also after an exception.
     """
 
-    def __init__(self, forwards: dict[str, CheckpointedForward], coverage: Coverage) -> None:
+    def __init__(self, forwards: dict[str, CheckpointedForward], how: _How, coverage: Coverage) -> None:
         self._forwards = forwards
+        self._how = how
         self._coverage = coverage
 
     @property
@@ -251,8 +284,11 @@ class CheckpointedBlocks:
         return tuple(self._forwards)
 
     def report(self) -> Coverage:
-        """Which portions of the model were checkpointed; prints as a rich table."""
-        return self._coverage
+        """Which portions of the model are checkpointed; prints as a rich table.
+
+        After a forward pass it also says which blocks were joined into segments.
+        """
+        return replace(self._coverage, segments=tuple(map(tuple, self._how.segments)))
 
     def remove(self) -> None:
         """Give every block its own forward back. A second call does nothing."""
@@ -315,12 +351,13 @@ def checkpoint_blocks(
     chosen = {found[index][0] for index in policy.choose(len(found))}
     left_alone = {name: _why_not(model, name, block) if name in chosen else _BY_POLICY for name, block in found}
     _warn_of(left_alone)
+    covered = [(name, block) for name, block in found if left_alone[name] is None]
     if not preserve_rng_state:
-        _warn_of_chance([(name, block) for name, block in found if left_alone[name] is None])
-    how = _How(policy, preserve_rng_state, determinism_check)
-    forwards = {name: _replace(block, name, how) for name, block in found if left_alone[name] is None}
+        _warn_of_chance(covered)
+    how = _How(policy, policy.span(len(covered)), preserve_rng_state, determinism_check)
+    forwards = {name: _replace(block, name, how) for name, block in covered}
     portions = (Portion(name, type(block).__name__, _count(block), left_alone[name]) for name, block in found)
-    return CheckpointedBlocks(forwards, Coverage(str(policy), tuple(portions), _count(model)))
+    return CheckpointedBlocks(forwards, how, Coverage(str(policy), tuple(portions), _count(model)))
 
 
 def check_options(

@@ -1,16 +1,17 @@
-"""What a replay must see as the forward saw it: the buffers that a block changes while it runs.
+"""What a replay must see as the forward saw it: random numbers, autocast, and the buffers that a block changes.
 
 A replay runs a block's side effects again. Left alone, BatchNorm's running statistics move twice a step, and a
 spectral-normalised layer is replayed from a later estimate than the one its forward used, which gives wrong gradients.
 So a replay runs on copies of the buffers as they were before the forward, and the live ones come back afterwards.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_ckpt._compat import NormBase
 
@@ -32,6 +33,56 @@ class _Before:
     def touched(self) -> bool:
         """Whether the buffer was replaced, or written to by an operator that says so, since."""
         return self.module._buffers.get(self.name) is not self.live or tensor_version(self.live) != self.version
+
+
+class Environment:
+    """The random state, autocast state and default device of one call.
+
+    Args:
+        tensors: those that the call is given, and one of the block's own: the devices whose random state counts.
+        preserve_rng_state: whether random states are kept at all.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], preserve_rng_state: bool) -> None:
+        self._accelerator = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), None)
+        self._autocasts = [_Autocast.now(kind) for kind in ("cpu", self._accelerator) if kind]
+        self._default_device = torch.get_default_device()
+        self._preserve = preserve_rng_state
+        if preserve_rng_state:
+            self._cpu = torch.get_rng_state()
+            self._devices, self._states = get_device_states(*tensors) if self._accelerator else ([], [])
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run a replay in the state of the call, then go on in the state of now."""
+        with ExitStack() as state:
+            if self._preserve:
+                kind = self._accelerator or "cpu"
+                state.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
+                torch.set_rng_state(self._cpu)
+                if self._states:
+                    set_device_states(self._devices, self._states, device_type=kind)
+            for autocast in self._autocasts:
+                state.enter_context(autocast.again())
+            if self._default_device != torch.get_default_device():
+                state.enter_context(self._default_device)
+            yield
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @staticmethod
+    def now(kind: str) -> "_Autocast":
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return _Autocast(kind, enabled, dtype, torch.is_autocast_cache_enabled())
+
+    def again(self) -> torch.autocast:
+        return torch.autocast(self.kind, self.dtype, self.enabled, self.cache)
 
 
 class ReplayState:

@@ -1,0 +1,207 @@
+"""Calls of blocks that one replay runs in turn.
+
+While a block runs its forward, every tensor that autograd would keep is let go, and a place is held for it. The first
+time backward asks for one, the blocks of the segment are called again in turn, and the places are filled in the order
+in which they were made. This is the scheme of PyTorch's non-reentrant `torch.utils.checkpoint`, on the public
+`torch.autograd.graph.saved_tensors_hooks`, and it goes further in two ways: a segment may span blocks that a model
+calls in a loop of its own, and what differs in a replay is said with the block's name.
+
+Hooks are in place only while a block runs. Whatever a model does between two blocks is recorded as usual, and all that
+leaves a block is a real tensor with a real gradient: hidden states may be collected, skipped to, or supervised.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_ckpt._compat import SavedInput, early_stop_is_on
+from lightning_ckpt.arguments import Arguments
+from lightning_ckpt.replay_state import tensor_version
+
+
+class Call(Protocol):
+    """One call of one block, as a segment sees it."""
+
+    name: str
+    early_stop: bool
+
+    def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Call the block again with `tensors` in the places of those it was given, and return those of its output."""
+
+
+class _Stop(BaseException):
+    """Ends a replay that has all that backward needs. No `Exception`: a block's own handlers must not catch it."""
+
+
+class _Held:
+    """The place of a tensor that was let go, and the tensor once it is replayed."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call, and where its tensors come from in a replay: saved ones, or results of the step before, by place."""
+
+    call: Call
+    inputs: list[SavedInput | int]
+
+
+class Segment:
+    """One or several calls of blocks, whose activations one replay brings back.
+
+    Args:
+        size: how many calls it takes at most.
+        compare_kinds: whether shapes, dtypes and devices of what is replayed are compared with the forward's.
+    """
+
+    def __init__(self, size: int = 1, compare_kinds: bool = True) -> None:
+        self.size = size
+        self._compare_kinds = compare_kinds
+        self._steps: list[_Step] = []
+        self._held: list[weakref.ref[_Held]] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._early_stop = early_stop_is_on()
+        self._started_from: list[weakref.ref[Tensor]] = []
+        self._results: list[tuple[weakref.ref[Tensor], int]] = []
+
+    def refuses(self, tensors: Sequence[Tensor]) -> str | None:
+        """Why a call with these tensors can't join, in words; `None` if it can."""
+        if not any(self._place(tensor) is not None for tensor in tensors):
+            return "it does not take the result of the block before as it is"
+        for tensor in tensors:
+            # A result of this segment in another guise would make the graph hold the segment, and the segment the
+            # graph: nothing would ever be freed.
+            if tensor.grad_fn is not None and self._place(tensor) is None and not self._began_with(tensor):
+                return "it takes another tensor with a gradient, which may come from inside the segment"
+        return None
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more calls."""
+        return len(self._steps) >= self.size
+
+    def run(self, call: Call, tensors: Sequence[Tensor], forward: Callable[[], Any]) -> Any:
+        """Run a block's forward as the segment's next call, and let go of what autograd would keep of it."""
+        places = [self._place(tensor) for tensor in tensors]
+        inputs = [SavedInput(t) if place is None else place for t, place in zip(tensors, places, strict=True)]
+        if not self._steps and self.size > 1:
+            self._started_from = [weakref.ref(tensor) for tensor in tensors]
+        before = len(self._held)
+        self._steps.append(_Step(call, inputs))
+        self._early_stop = self._early_stop and call.early_stop
+        try:
+            with saved_tensors_hooks(self._let_go, self._bring_back):
+                output = forward()
+        except BaseException:
+            # Whoever catches this goes on without the call that failed.
+            del self._steps[-1], self._held[before:], self._kinds[before:]
+            self.size = len(self._steps)
+            raise
+        if not self.full:
+            results = Arguments((output,), {}).take_tensors()
+            self._results = [(weakref.ref(tensor), tensor_version(tensor)) for tensor in results]
+        return output
+
+    def _place(self, tensor: Tensor) -> int | None:
+        for place, (result, version) in enumerate(self._results):
+            if result() is tensor and tensor_version(tensor) == version:
+                return place
+        return None
+
+    def _began_with(self, tensor: Tensor) -> bool:
+        return any(known() is tensor for known in self._started_from)
+
+    def _let_go(self, tensor: Tensor) -> _Held:
+        held = _Held()
+        self._held.append(weakref.ref(held))
+        if self._compare_kinds:
+            self._kinds.append(_kind(tensor))
+        return held
+
+    def _bring_back(self, held: _Held) -> Tensor:
+        # Given away once: a second backward over a retained graph replays again, and memory falls as backward goes.
+        if held.tensor is None:
+            self._replay()
+        tensor, held.tensor = held.tensor, None
+        assert tensor is not None, "a replay fills every place that is still wanted, or raises"
+        return tensor
+
+    def _replay(self) -> None:
+        filling = _Filling(self._held, self._kinds, self._early_stop)
+        try:
+            with saved_tensors_hooks(filling.take, _as_it_is), torch.enable_grad():
+                results: Sequence[Tensor] = ()
+                for step in self._steps:
+                    filling.name = step.call.name
+                    tensors = [results[i] if isinstance(i, int) else i.unpack() for i in step.inputs]
+                    results = step.call.replay(tensors)
+        except _Stop:
+            return
+        filling.check_complete()
+
+
+class _Filling:
+    """Puts what a replay saves into the places that the forward held."""
+
+    def __init__(self, held: list[weakref.ref[_Held]], kinds: list[Any], early_stop: bool) -> None:
+        self.name = ""
+        self._held = held
+        self._kinds = kinds
+        self._early_stop = early_stop
+        self._wanted = len(held)
+        self._taken = 0
+
+    def take(self, tensor: Tensor) -> Tensor:
+        index, self._taken = self._taken, self._taken + 1
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if index < self._wanted:
+            self._compare(index, tensor)
+            if held := self._held[index]():
+                held.tensor = tensor
+        if self._early_stop and self._taken == self._wanted:
+            raise _Stop
+        return tensor
+
+    def _compare(self, index: int, tensor: Tensor) -> None:
+        if self._kinds and self._kinds[index] != _kind(tensor):
+            then, now = self._kinds[index], _kind(tensor)
+            raise CheckpointError(
+                f"The replay of block {self.name!r} differs from its forward: saved tensor {index} was "
+                f"{_words(then)}, and is {_words(now)} now. {_CAUSES}"
+            )
+
+    def check_complete(self) -> None:
+        if self._taken < self._wanted:
+            raise CheckpointError(
+                f"The replay of block {self.name!r} differs from its forward: it saved {self._taken} tensors for "
+                f"backward instead of {self._wanted}. {_CAUSES}"
+            )
+
+
+_CAUSES = (
+    "Something the block depends on changed in between: random numbers, an attribute, a cache that grew, the training "
+    "mode, or a parameter's requires_grad."
+)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What must not differ between forward and replay, and costs nothing to compare."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _words(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    return f"{kind[1]} of shape {tuple(kind[0])} on {kind[2]}"
