@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -71,14 +72,16 @@ class AcceleratorReader:
         """Return what this process can hold: the device's free memory and what its allocator has already reserved.
 
         On a card of its own that is the whole device, less the driver's context; on a shared card, less what others
-        hold. None for a backend that does not tell its free memory.
+        hold; no more than the share that `torch.cuda.set_per_process_memory_fraction` allows. None for a backend that
+        does not tell its free memory.
         """
-        read = getattr(torch.get_device_module(self.device), "mem_get_info", None)
-        if read is None:
+        backend = torch.get_device_module(self.device)
+        if not hasattr(backend, "mem_get_info"):
             return None
-        free, total = read(self.device)
+        free, total = backend.mem_get_info(self.device)
         room = int(free) + torch.accelerator.memory_reserved(self.device)
-        return min(room, int(total))
+        share = getattr(backend, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)
+        return min(room, int(total * share))
 
     def _count(self, name: str) -> int:
         return int(torch.accelerator.memory_stats(self.device).get(name, 0))
@@ -121,11 +124,11 @@ class HostReader:
         Raises:
             OSError: where the system tells neither in /proc nor through `getrusage`.
         """
-        return _kib(_fields(self._proc / "self/status"), "VmHWM") or _peak_since_start()
+        return _kib(self._proc / "self/status", "VmHWM") or _peak_since_start()
 
     def current(self) -> int:
         """Return the resident bytes now; where the kernel doesn't tell, the highest since the start."""
-        return _kib(_fields(self._proc / "self/status"), "VmRSS") or _peak_since_start()
+        return _kib(self._proc / "self/status", "VmRSS") or _peak_since_start()
 
     def limit(self) -> int | None:
         """Return what this process can hold now: its own resident bytes and those still to be had.
@@ -134,7 +137,7 @@ class HostReader:
         group above the process has left.
         """
         rooms = list(_group_rooms(self._proc, self._cgroup))
-        available = _kib(_fields(self._proc / "meminfo"), "MemAvailable")
+        available = _kib(self._proc / "meminfo", "MemAvailable")
         if available is not None:
             rooms.append(available)
         return self.current() + max(min(rooms), 0) if rooms else None
@@ -258,18 +261,18 @@ def _peak_since_start() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _fields(path: Path) -> dict[str, str]:
-    """Return the `name: value` or `name value` lines of a kernel file; nothing where it can't be read."""
+def _entry(path: Path, name: str) -> int | None:
+    """Return the number behind `name` in a kernel file of `name: number` or `name number` lines."""
     try:
-        lines = path.read_text().splitlines()
+        found = re.search(rf"^{name}:?\s+(\d+)", path.read_text(), re.MULTILINE)
     except OSError:
-        return {}
-    pairs = (line.split(maxsplit=1) for line in lines)
-    return {pair[0].rstrip(":"): pair[1] for pair in pairs if len(pair) == 2}
+        return None
+    return int(found[1]) if found else None
 
 
-def _kib(fields: dict[str, str], name: str) -> int | None:
-    return int(fields[name].split()[0]) * 1024 if name in fields else None
+def _kib(path: Path, name: str) -> int | None:
+    number = _entry(path, name)
+    return None if number is None else number * 1024
 
 
 def _number(path: Path) -> int | None:
@@ -292,7 +295,7 @@ def _group_rooms(proc: Path, mount: Path) -> Iterator[int]:
             if most is None or used is None:
                 continue
             # The kernel drops file pages nobody has touched lately before it refuses memory.
-            yield most - used + int(_fields(folder / "memory.stat").get(cache, 0))
+            yield most - used + (_entry(folder / "memory.stat", cache) or 0)
 
 
 def _group_paths(proc: Path) -> dict[str, str]:

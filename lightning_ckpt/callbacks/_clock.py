@@ -61,5 +61,7 @@ class DeviceClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of the device that computes."""
-    return HostClock() if device.type in ("cpu", "mps") else DeviceClock(device)
+    """Return the clock of the device that computes, where it is an accelerator whose events tell the time."""
+    current = torch.accelerator.current_accelerator()
+    timed = current is not None and device.type == current.type and device.type != "mps"
+    return DeviceClock(device) if timed else HostClock()

@@ -55,7 +55,10 @@ def samples_in(batch: Any) -> int | None:
     """
     if isinstance(batch, Iterator):  # looking into it would use it up
         return None
-    return next((size for size in _extract_batch_size(batch) if size is not None), None)
+    try:
+        return next((size for size in _extract_batch_size(batch) if size is not None), None)
+    except RecursionError:  # an object that gives itself as its element
+        return None
 
 
 def is_compiled_whole(pl_module: LightningModule) -> bool:

@@ -86,7 +86,8 @@ class StepMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end()
-        if trainer.loggers:
+        # Asked of all ranks, since a rank that measures alone would wait for the others for ever.
+        if trainer.strategy.reduce_boolean_decision(bool(trainer.loggers), all=False):
             self._run = _Run(self, trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -181,6 +181,13 @@ class Batch:
     name: str = "text"
 
 
+class Endless:
+    """An object that gives itself as its element."""
+
+    def __iter__(self) -> Any:
+        yield self
+
+
 def ids(rows: list[Tensor]) -> Tensor:
     return torch.zeros(len(rows), 7, dtype=torch.long)
 
@@ -210,6 +217,7 @@ class Anything(Module):
         pytest.param(lambda rows: ("text", torch.zeros(5, 1), torch.zeros(3)), 5, None, id="ambiguous"),
         pytest.param(lambda rows: torch.tensor(1.0), 1, None, id="scalar"),
         pytest.param(lambda rows: ["a", "b"], None, None, id="no-tensor"),
+        pytest.param(lambda rows: Endless(), None, None, id="its-own-element"),
     ],
 )
 def test_samples_and_tokens_of_a_batch(clock: Clock, collate: Any, samples: int | None, tokens: int | None) -> None:

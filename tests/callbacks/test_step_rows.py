@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ckpt import StepMonitor
 from lightning_ckpt.callbacks import _clock
-from lightning_ckpt.callbacks._ranks import AcrossRanks
+from lightning_ckpt.callbacks._ranks import AcrossRanks, Reduced
 from lightning_ckpt.callbacks._step_rows import KEYS, LAG, Row, Rows, TimedStep
 from lightning_ckpt.throughput import Step
 from recording import Clock, Module, Rowed, Samples, fit, trainer
@@ -224,6 +224,17 @@ def test_reductions_over_ranks() -> None:
     assert math.isnan(metric._over_ranks(rows)[4])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_result_comes_from_the_device_when_it_is_ready() -> None:
+    """A reduced row is copied without waiting, and is whole once its event is reached; NaN is left out."""
+    row = torch.tensor([1.5, math.nan], dtype=torch.float64, device="cuda")
+    reduced = Reduced(["memory/ooms", "throughput/mfu"], row)
+    reduced.wait()
+    assert reduced.ready()
+    assert reduced.figures() == {"memory/ooms": 1.5}
+
+
 RANKS = """
 import os, sys, time, torch
 from lightning.pytorch import Trainer
@@ -233,11 +244,13 @@ from torch.utils.data import DataLoader
 from lightning_ckpt import StepMonitor
 from lightning_ckpt.memory import use_reader
 
+first = os.environ.get("LOCAL_RANK", "0") == "0"  # a logger on rank zero only, as some write it
+
 class Meter:
     # Rank 1 uses more, and only rank 0 knows its limit.
     def reset_peak(self): pass
-    def peak(self): return (1 + int(os.environ.get("LOCAL_RANK", 0))) * 2**30
-    def limit(self): return 8 * 2**30 if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    def peak(self): return (1 if first else 2) * 2**30
+    def limit(self): return 8 * 2**30 if first else None
 
 class Uneven(BoringModel):
     def training_step(self, batch, batch_idx):
@@ -246,9 +259,10 @@ class Uneven(BoringModel):
         self.log("loss", loss)
         return loss
 
+logger = CSVLogger(sys.argv[1], name=None, version="csv") if first else False
+monitor = StepMonitor(tokens_fn=lambda batch: len(batch) * (1 + trainer.global_rank))
 trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, log_every_n_steps=1, limit_val_batches=0,
-    logger=CSVLogger(sys.argv[1], name=None, version="csv"), enable_progress_bar=False, enable_checkpointing=False,
-    callbacks=[StepMonitor(tokens_fn=lambda batch: len(batch) * (1 + trainer.global_rank))])
+    logger=logger, callbacks=[monitor], enable_progress_bar=False, enable_checkpointing=False)
 with use_reader(Meter()):
     trainer.fit(Uneven(), DataLoader(RandomDataset(32, 12), batch_size=2))
 assert trainer.global_step == 3, trainer.global_step
