@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # The types of `torch.ops.aten.mm.default` and `torch.ops.aten.mm`. `torch.ops` is public, its element types are not
 # exported, and a list of operators has to be told from anything else a user may pass.
 # `NormBase` is the one class above every BatchNorm, SyncBatchNorm and InstanceNorm, and `DropoutBase` the one above
 # every dropout; the public names list them singly.
 # `FakeTensor` has no public name; operators on it are asked for a shape and compute nothing.
+# `TorchDispatchMode` is what every tool that watches operators is made of, PyTorch's own FLOP counter too.
 __all__ = [
     "AllocationRecording",
     "DropoutBase",
@@ -29,6 +31,7 @@ __all__ = [
     "NormBase",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "compiled_graphs",
     "in_checkpoint_replay",
     "is_compiled",

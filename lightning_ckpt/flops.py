@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import Self
 
@@ -49,7 +48,7 @@ class Flops:
     replay: Mapping[str, int]
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(_compat.TorchDispatchMode):
     """Counts what runs while it is entered, in forward and backward, and changes nothing.
 
     Args:
@@ -72,8 +71,8 @@ class FlopCounter(TorchDispatchMode):
         self._replay: Counter[str] = Counter()
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled: without this it falls back to eager while the mode is entered."""
+    def is_infra_mode(cls) -> bool:
+        """Let compiled code run compiled: under any other mode it falls back to eager."""
         return True
 
     def __enter__(self) -> Self:

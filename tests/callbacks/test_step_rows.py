@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_ckpt import StepMonitor
 from lightning_ckpt.callbacks import _clock
 from lightning_ckpt.callbacks._ranks import AcrossRanks, Reduced
 from lightning_ckpt.callbacks._step_rows import KEYS, LAG, Row, Rows, TimedStep
+from lightning_ckpt.callbacks._trainer import batch_share, wandb_names
 from lightning_ckpt.throughput import Step
 from recording import Clock, Module, Rowed, Samples, fit, trainer
 
@@ -233,6 +235,30 @@ def test_a_result_comes_from_the_device_when_it_is_ready() -> None:
     reduced.wait()
     assert reduced.ready()
     assert reduced.figures() == {"memory/ooms": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ("trainer/global_step", "")),
+        ({"prefix": "big"}, ("trainer/global_step", "big-")),
+        ({"sync_tensorboard": True}, ("global_step", "")),
+    ],
+)
+def test_wandb_names(options: dict[str, Any], names: tuple[str, str]) -> None:
+    """Axis and prefix are those the logger itself will use, and no run is started to learn them."""
+    logger = WandbLogger(offline=True, **options)
+    assert wandb_names(logger) == names
+    assert logger._experiment is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "share"), [({"num_replicas": 2, "rank": 0}, 0.5), ({"num_replicas": 0}, 1), (None, 1)]
+)
+def test_ranks_that_share_a_batch(strategy: dict[str, int] | None, share: float) -> None:
+    """Two data replicas on four ranks have half a batch a rank; strategies that don't say have one each."""
+    parts = SimpleNamespace(strategy=SimpleNamespace(distributed_sampler_kwargs=strategy), world_size=4)
+    assert batch_share(parts) == share  # type: ignore[arg-type]
 
 
 RANKS = """
