@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_ckpt import _compat
 from lightning_ckpt.flops import FORMULAS, FlopCounter, Flops, uncountable
+from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.recompute import checkpoint_blocks, is_recomputing
+from zoo import ZOO
 
 PRODUCT = 2 * 64**3
 """FLOPs of one 64x64 by 64x64 product."""
@@ -242,6 +245,40 @@ def test_counting_changes_no_bit(
         got = step(counted)
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_models_are_credited_with_their_own_work(name: str) -> None:
+    """Counting changes neither a bit nor the peak of a step, and checkpointing a model adds replays only."""
+    torch.manual_seed(0)
+    specimen = ZOO[name]
+    model, batch = specimen.build(), specimen.batch()
+
+    def step(counter: AbstractContextManager[object]) -> tuple[list[Tensor], int]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with AllocatorReader() as reader, counter:
+            loss = specimen.loss(model, batch)
+            loss.backward()
+            peak = reader.peak()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)], peak
+
+    model.eval()  # BatchNorm and routers would move on from step to step
+    step(nullcontext())
+    plain, counter, replaying = step(nullcontext()), FlopCounter(), FlopCounter(is_recomputing)
+    counted = step(counter)
+    assert counted[1] == plain[1]
+    assert all(torch.equal(a, b) for a, b in zip(counted[0], plain[0], strict=True))
+    with checkpoint_blocks(model, blocks=specimen.blocks):
+        step(replaying)
+    alone, ours = counter.result(), replaying.result()
+    if alone is None or ours is None:
+        assert name == "lstm"
+        assert counter.problem == replaying.problem == "there is no FLOP formula for the operator mkldnn_rnn_layer"
+    else:
+        assert ours.model == alone.model
+        assert not alone.replay
+        assert 0 < ours.replay["fp32"] < alone.model["fp32"]
 
 
 def test_replays_are_seen_where_pytorch_starts_them() -> None:

@@ -51,7 +51,7 @@ class DeviceClock:
         return event
 
     def seconds(self, spans: Spans) -> float | None:
-        if not all(end.query() for _, end in spans):
+        if not all(mark.query() for span in spans for mark in span):
             return None
         return float(sum(start.elapsed_time(end) for start, end in spans)) / 1e3
 
