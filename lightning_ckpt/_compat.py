@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from types import FrameType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
@@ -46,6 +47,8 @@ class AllocationRecording:
     """
 
     def __init__(self) -> None:
+        if _profiler_enabled():  # a second profiler ends the first one in silence
+            raise RuntimeError("a profiler is running already, and PyTorch runs one at a time: leave that one first")
         self._profile = _started()
 
     def restart(self) -> list[int]:
@@ -168,3 +171,18 @@ def early_stop_is_on() -> bool:
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a module, told by name: to import its class loads all of FSDP."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def backward_under_way() -> int:
+    """The number of the backward pass that runs on this thread; -1 where none runs."""
+    return torch._C._current_graph_task_id()
+
+
+def at_the_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back when the running backward pass ends.
+
+    Distributed training relies on the engine's queue for the same, and there is no public door to it. An error in the
+    callback comes out of `backward()`.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)

@@ -148,10 +148,13 @@ class AllocatorReader:
 
     The running sum of the profiler's memory events, which start at zero on entering: tensors that were there before
     count only when they are freed, as negative bytes. It profiles the thread that entered it and the backward passes
-    started there, slows every operator down, and can't be used within another profile.
+    started there, and slows every operator down.
 
     Args:
         limit: the bytes to report as this machine's limit; None when there is none.
+
+    Raises:
+        RuntimeError: on entering, while it is entered already or another profiler runs.
     """
 
     def __init__(self, *, limit: int | None = None) -> None:

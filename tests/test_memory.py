@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from lightning_ckpt.memory import (
     AcceleratorReader,
@@ -98,6 +99,16 @@ class TestAllocatorReader:
         """Nesting a reader in itself would double count; the error says what to do."""
         with AllocatorReader() as reader, pytest.raises(RuntimeError, match="make a second one"):
             reader.__enter__()
+
+    def test_two_profilers_at_once_are_refused(self) -> None:
+        """PyTorch ends the first profiler when a second one starts: said in words before any figure is wrong."""
+        with AllocatorReader() as outer:
+            with pytest.raises(RuntimeError, match=r"a profiler is running already.*leave that one first"):
+                AllocatorReader().__enter__()
+            tensor_of(64)
+            assert outer.peak() == 64
+        with profile(), pytest.raises(RuntimeError, match="a profiler is running already"):
+            AllocatorReader().__enter__()
 
     def test_collection_is_left_as_found(self) -> None:
         """Reading suspends garbage collection for an instant only, and not where the user has turned it off."""
