@@ -3,6 +3,10 @@ PYTHON ?= python3
 # Test processes. Each gets one thread, so that two of them fill two cores and results do not depend on the machine.
 JOBS ?= 2
 
+# Threads that wait sleep instead of spinning: on cores shared with anything else, that is the difference between
+# half a second and ten seconds a step.
+export OMP_WAIT_POLICY := passive
+
 BIN := .venv/bin
 READY := .venv/.ready
 
