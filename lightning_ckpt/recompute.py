@@ -11,11 +11,11 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -31,10 +31,12 @@ from lightning_ckpt.owners import owner_of
 from lightning_ckpt.policies import Policy, resolve_policy
 from lightning_ckpt.replay_state import Environment, ReplayState, tensor_version
 from lightning_ckpt.segments import Segment
+from lightning_ckpt.value_check import Comparisons, ValueCheck
+from lightning_ckpt.witness import Witness
 
 _log = logging.getLogger(__name__)
 
-DeterminismCheck = Literal["default", "none"]
+DeterminismCheck = Literal["default", "values", "none"]
 
 # Backward runs replays on a thread of its own for each device, so the flag belongs to the thread.
 _replaying = threading.local()
@@ -85,9 +87,12 @@ class _How:
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
         self.contexts = policy.contexts()
+        self.comparisons = Comparisons()
+        self.calls = count()
         self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
         self._open: weakref.ref[Segment] | None = None
         self._said_why = False
+        self._told: set[tuple[type, str]] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The contexts are local functions, and a segment is nothing to take along.
@@ -104,10 +109,22 @@ class _How:
                 self.segments[-1].append(name)
                 return latest
             self._say(name, refused)
-        segment = Segment(self.span, self.determinism_check == "default")
+        segment = Segment(self.span, self.determinism_check != "none")
         self.segments.append([name])
         self._open = weakref.ref(segment)
         return segment
+
+    def tell_of_attribute(self, where: str, kind: type, name: str, change: str) -> None:
+        """Tell, once for all blocks of a class, of an attribute that a replay has changed."""
+        if (kind, name) not in self._told:
+            self._told.add((kind, name))
+            _log.warning(
+                "The forward of a checkpointed %s changes the attribute %r, and its replay has changed it again, %s. "
+                "Buffers are put back after a replay, attributes are not: change it under `if not is_recomputing():`",
+                kind.__name__,
+                where,
+                change,
+            )
 
     def _refuses(self, block: nn.Module, arguments: Arguments) -> str | None:
         if arguments.opaque:
@@ -160,6 +177,7 @@ class CheckpointedForward:
         self.early_stop = early_stop
         self.replaced = replaced
         self.active = True
+        self._watched = False
         self.state = ReplayState()
         self._block = weakref.ref(block)
 
@@ -193,6 +211,20 @@ class CheckpointedForward:
     def plain(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
         return self.replaced(*args, **kwargs) if self.replaced else type(block).forward(block, *args, **kwargs)
+
+    @contextmanager
+    def watching_attributes(self, block: nn.Module) -> Iterator[None]:
+        """Tell, after the first replay, which of the block's simple attributes it has changed a second time."""
+        if self._watched:
+            yield
+            return
+        self._watched = True
+        before = Witness.of(block)
+        try:
+            yield
+        finally:
+            for name, change in before.changed_attributes(Witness.of(block)).items():
+                self.how.tell_of_attribute(f"{self.name}.{name}", type(block), name, change)
 
     def remove(self) -> None:
         """Give the block its own forward back; where another library has patched over this one, stand aside."""
@@ -228,15 +260,18 @@ class _Call:
         self._forward = forward
         self._block = block
         self._arguments = arguments
-        devices = (*tensors, *islice(block.parameters(), 1))
-        self._environment = Environment(devices, forward.how.preserve_rng_state)
+        how = forward.how
+        self._environment = Environment((*tensors, *islice(block.parameters(), 1)), how.preserve_rng_state)
         self._buffers = forward.state.before_forward(block)
-        self._around_forward, self._around_replay = forward.how.contexts.make()
+        self._around_forward, self._around_replay = how.contexts.make()
+        self._check: ValueCheck | None = None
+        if how.determinism_check == "values":
+            self._check = ValueCheck(self.name, block, how.preserve_rng_state, how.comparisons, next(how.calls))
 
     def forward(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass: it gets the caller's own objects, which it may fill."""
         versions = [tensor_version(tensor) for tensor in tensors]
-        with self._around_forward:
+        with self._around_forward, self._check.forward() if self._check else nullcontext():
             output = self._forward.plain(self._block, *args, **kwargs)
         self._forward.state.after_forward(self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
@@ -247,16 +282,29 @@ class _Call:
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward pass again, on the arguments, random numbers and buffers of then."""
         args, kwargs = self._arguments.rebuild(tensors)
-        self._forward.how.contexts.on_replay()
-        # The policy's context comes last: it watches operators, and the copying of buffers is none of the block's.
+        forward = self._forward
+        forward.how.contexts.on_replay()
         with (
             _recomputing(),
             self._environment.restored(),
-            self._forward.state.as_before(self._buffers),
-            self._around_replay,
+            forward.state.as_before(self._buffers),
+            forward.watching_attributes(self._block),
         ):
-            output = self._forward.plain(self._block, *args, **kwargs)
+            watch = self._check.replay() if self._check else nullcontext()
+            # What watches operators comes last: the copying of buffers is none of the block's.
+            with self._around_replay, watch:
+                output = forward.plain(self._block, *args, **kwargs)
         return Arguments((output,), {}).take_tensors()
+
+    def cause(self) -> str:
+        """What may have made the latest replay differ from the forward, in words."""
+        anything = (
+            "something the block depends on changed in between: autocast, an attribute, a cache that grew, the training "
+            "mode, a parameter's requires_grad, or random numbers"
+        )
+        if self._check:
+            return self._check.visible_cause() or anything
+        return f'{anything}; determinism_check="values" tells more'
 
     def _changed_in_place(self, tensor: Tensor) -> RuntimeError:
         return RuntimeError(
@@ -289,6 +337,16 @@ class CheckpointedBlocks:
         After a forward pass it also says which blocks were joined into segments.
         """
         return replace(self._coverage, segments=tuple(map(tuple, self._how.segments)))
+
+    @property
+    def determinism_check(self) -> DeterminismCheck:
+        """What is compared between forward and replay; may be set, and holds from the next forward on."""
+        return self._how.determinism_check
+
+    @determinism_check.setter
+    def determinism_check(self, check: DeterminismCheck) -> None:
+        check_determinism(check)
+        self._how.determinism_check = check
 
     def remove(self) -> None:
         """Give every block its own forward back. A second call does nothing."""
@@ -324,7 +382,8 @@ def checkpoint_blocks(
         blocks: what to checkpoint; see `find_blocks`.
         preserve_rng_state: replay with the random numbers of the forward. Without it a replayed dropout draws another
             mask, and the gradients are wrong.
-        determinism_check: `"default"` compares shapes, dtypes and devices of what is replayed; `"none"` does not.
+        determinism_check: `"default"` compares shapes, dtypes and devices of what is replayed, `"values"` every value
+            that a replayed operator gives, bit for bit, at the price of a digest of each; `"none"` compares nothing.
 
     Returns:
         A handle: `.blocks`, `.report()`, `.remove()`; also a context manager.
@@ -373,9 +432,20 @@ def check_options(
     check_blocks(blocks)
     if not isinstance(preserve_rng_state, bool):
         raise TypeError(f"preserve_rng_state={preserve_rng_state!r}: accepted are True and False")
-    if determinism_check not in get_args(DeterminismCheck):
-        accepted = " and ".join(map(repr, get_args(DeterminismCheck)))
-        raise ValueError(f"determinism_check={determinism_check!r}: accepted are {accepted}")
+    check_determinism(determinism_check)
+
+
+def check_determinism(check: str) -> None:
+    """Refuse what is no determinism check.
+
+    Raises:
+        ValueError: a check that does not exist, or not in this PyTorch.
+    """
+    if check not in get_args(DeterminismCheck):
+        accepted = ", ".join(map(repr, get_args(DeterminismCheck)))
+        raise ValueError(f"determinism_check={check!r}: accepted are {accepted}")
+    if check == "values" and not hasattr(torch, "hash_tensor"):
+        raise ValueError(f'determinism_check="values" needs torch.hash_tensor, which PyTorch {torch.__version__} lacks')
 
 
 _BY_POLICY = "left out by the policy"

@@ -34,9 +34,16 @@ class Call(Protocol):
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Call the block again with `tensors` in the places of those it was given, and return those of its output."""
 
+    def cause(self) -> str:
+        """What may have made the latest replay differ from the forward, in words."""
+
 
 class _Stop(BaseException):
     """Ends a replay that has all that backward needs. No `Exception`: a block's own handlers must not catch it."""
+
+
+class _Differs(BaseException):
+    """Ends a replay that does not save what the forward saved; becomes an error once it is out of the block."""
 
 
 class _Held:
@@ -138,23 +145,40 @@ class Segment:
 
     def _replay(self) -> None:
         filling = _Filling(self._held, self._kinds, self._early_stop)
+        call = self._steps[0].call
         try:
             with saved_tensors_hooks(filling.take, _as_it_is), torch.enable_grad():
                 results: Sequence[Tensor] = ()
                 for step in self._steps:
-                    filling.name = step.call.name
-                    tensors = [results[i] if isinstance(i, int) else i.unpack() for i in step.inputs]
-                    results = step.call.replay(tensors)
+                    call = step.call
+                    results = call.replay(_given(step, results))
+            filling.check_complete()
         except _Stop:
             return
-        filling.check_complete()
+        except _Differs as how:
+            message = (
+                f"The replay of block {call.name!r} differs from its forward: {how}. Likely cause: {call.cause()}."
+            )
+            raise CheckpointError(message) from None
+
+
+def _given(step: _Step, results: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a call, in a replay."""
+    try:
+        return [results[source] if isinstance(source, int) else source.unpack() for source in step.inputs]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise CheckpointError(
+            f"An input of block {step.call.name!r} was changed in place after the block ran, so the block can't be "
+            "replayed from it. Write `x = x + 1` for `x += 1`, or leave the block out of `blocks`."
+        ) from error
 
 
 class _Filling:
     """Puts what a replay saves into the places that the forward held."""
 
     def __init__(self, held: list[weakref.ref[_Held]], kinds: list[Any], early_stop: bool) -> None:
-        self.name = ""
         self._held = held
         self._kinds = kinds
         self._early_stop = early_stop
@@ -175,23 +199,11 @@ class _Filling:
     def _compare(self, index: int, tensor: Tensor) -> None:
         if self._kinds and self._kinds[index] != _kind(tensor):
             then, now = self._kinds[index], _kind(tensor)
-            raise CheckpointError(
-                f"The replay of block {self.name!r} differs from its forward: saved tensor {index} was "
-                f"{_words(then)}, and is {_words(now)} now. {_CAUSES}"
-            )
+            raise _Differs(f"saved tensor {index} was {_words(then)}, and is {_words(now)} now")
 
     def check_complete(self) -> None:
         if self._taken < self._wanted:
-            raise CheckpointError(
-                f"The replay of block {self.name!r} differs from its forward: it saved {self._taken} tensors for "
-                f"backward instead of {self._wanted}. {_CAUSES}"
-            )
-
-
-_CAUSES = (
-    "Something the block depends on changed in between: random numbers, an attribute, a cache that grew, the training "
-    "mode, or a parameter's requires_grad."
-)
+            raise _Differs(f"it saved {self._taken} tensors for backward instead of {self._wanted}")
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

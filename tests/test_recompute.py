@@ -581,7 +581,7 @@ def test_a_model_checkpointed_by_its_owner_is_left_alone() -> None:
     ("wrong", "error", "text"),
     [
         ({"policy": "half"}, ValueError, r'policy=\'half\': accepted are "full", "selective"'),
-        ({"determinism_check": "bits"}, ValueError, r"determinism_check='bits': accepted are 'default' and 'none'"),
+        ({"determinism_check": "bits"}, ValueError, r"determinism_check='bits': accepted are 'default', 'values', 'none'"),
         ({"preserve_rng_state": "yes"}, TypeError, r"preserve_rng_state='yes': accepted are True and False"),
         ({"blocks": 3}, TypeError, r"blocks=3: accepted are None, a module class"),
         ({"policy": Full(select="last-9")}, ValueError, r"the model has 3 blocks, counted from 0 to 2"),
