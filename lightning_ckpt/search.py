@@ -113,6 +113,8 @@ class Search:
         if last + self.multiple_of > bound or last >= _CLOSE_ENOUGH * bound:
             return None
         reach = self._between(lower, upper[0], bound, floor) if upper else self._beyond(lower, floor)
+        if reach >= _CLOSE_ENOUGH * bound:  # the search would end there and leave the rest untried
+            reach = bound
         return self.nearest(min(max(reach, last + self.multiple_of), bound))
 
     def settled(self, measured: Sequence[Measurement]) -> int:

@@ -19,7 +19,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _extract_batch_size
 
-from lightning_ckpt.snapshot import RandomState
+from lightning_ckpt.callbacks._loaders import drawn_from
+from lightning_ckpt.snapshot import RandomState, Snapshot
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -154,15 +155,15 @@ def forget_train_loaders(trainer: Trainer) -> None:
 class OptimizerSetup:
     """The strategy's call of `configure_optimizers`, noticed so that it can be made once more.
 
-    No callback hook comes before it, and what it draws from the random numbers (it may load the train loaders, to ask
-    how many batches there are) must be drawn from the same ones the second time. So the method is replaced on
-    the instance until it has been called once.
+    No callback hook comes before it, and what it draws from the random numbers, the global ones and those of loaders
+    handed to `fit` (it may begin to read them, to ask how many batches there are), must be drawn from the same ones the
+    second time. So the method is replaced on the instance until it has been called once.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._strategy = trainer.strategy
         self._setup = trainer.strategy.setup_optimizers
-        self._before: RandomState | None = None
+        self._before: Snapshot | None = None
         self._after: RandomState | None = None
         self._strategy.setup_optimizers = self._notice  # type: ignore[method-assign]
 
@@ -184,7 +185,9 @@ class OptimizerSetup:
 
     def _notice(self, trainer: Trainer) -> None:
         self.remove()
-        self._before = RandomState(self._strategy.root_device)
+        handed = train_loaders_handed(trainer)
+        drawn = () if handed is None else drawn_from(handed)
+        self._before = Snapshot([], data=drawn, device=self._strategy.root_device)
         self._setup(trainer)
         self._after = RandomState(self._strategy.root_device)
 
