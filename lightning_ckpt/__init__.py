@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from lightning_ckpt.callbacks.batch_size_tuner import BatchSizeTuner
     from lightning_ckpt.callbacks.step_monitor import StepMonitor
     from lightning_ckpt.policies import Full, SelectiveOps
-    from lightning_ckpt.recompute import checkpoint_blocks, is_recomputing
+    from lightning_ckpt.recompute import checkpoint_blocks
+    from lightning_ckpt.replay_state import is_recomputing
 
 # Each public name and the room it lives in. Rooms are entered on first use: Lightning alone brings in matplotlib and
 # scipy, which a bare loop that only calls `checkpoint_blocks` does not need.
@@ -21,7 +22,7 @@ _ROOMS = {
     "StepMonitor": "callbacks.step_monitor",
     "checkpoint_blocks": "recompute",
     "find_blocks": "blocks",
-    "is_recomputing": "recompute",
+    "is_recomputing": "replay_state",
 }
 
 __all__ = [  # noqa: RUF022 - in the order a reader meets them

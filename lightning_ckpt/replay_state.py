@@ -5,6 +5,7 @@ spectral-normalised layer is replayed from a later estimate than the one its for
 So a replay runs on copies of the buffers as they were before the forward, and the live ones come back afterwards.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,38 @@ class _Before:
     def touched(self) -> bool:
         """Whether the buffer was replaced, or written to by an operator that says so, since."""
         return self.module._buffers.get(self.name) is not self.live or tensor_version(self.live) != self.version
+
+
+# Backward runs replays on a thread of its own for each device, so the flag belongs to the thread.
+_replaying = threading.local()
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks runs in a replay, to keep what must happen once a step out of it.
+
+    Guard the side effect, not the computation: what forward computed with gradients, the replay must compute again.
+
+    Example:
+        >>> balance = []
+        >>> class Router(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         y = super().forward(x)
+        ...         loss = y.square().mean()
+        ...         if not is_recomputing():
+        ...             balance.append(loss)
+        ...         return y
+    """
+    return not torch.compiler.is_compiling() and getattr(_replaying, "depth", 0) > 0
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """What `is_recomputing` tells of."""
+    _replaying.depth = getattr(_replaying, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _replaying.depth -= 1
 
 
 class Environment:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from lightning_ckpt import _compat
 from lightning_ckpt.flops import FORMULAS, FlopCounter, Flops, uncountable
 from lightning_ckpt.memory import AllocatorReader
-from lightning_ckpt.recompute import checkpoint_blocks, is_recomputing
+from lightning_ckpt.recompute import checkpoint_blocks
+from lightning_ckpt.replay_state import is_recomputing
 from zoo import ZOO
 
 PRODUCT = 2 * 64**3

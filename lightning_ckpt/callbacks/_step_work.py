@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_ckpt.callbacks._trainer import is_compiled_whole
 from lightning_ckpt.flops import FlopCounter, Flops, uncountable
 from lightning_ckpt.hardware import peak_flops
-from lightning_ckpt.recompute import is_recomputing
+from lightning_ckpt.replay_state import is_recomputing
 from lightning_ckpt.throughput import Work, ideal_seconds
 
 

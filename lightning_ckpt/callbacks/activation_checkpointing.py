@@ -3,15 +3,16 @@
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 
 from lightning_ckpt.blocks import Blocks, find_blocks
 from lightning_ckpt.callbacks._trainer import callbacks_of, set_callbacks
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
+from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.coverage import Coverage
 from lightning_ckpt.policies import Policy
-from lightning_ckpt.recompute import CheckpointedBlocks, DeterminismCheck, check_options, checkpoint_blocks
+from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
 
 
 class ActivationCheckpointing(Callback):
@@ -34,7 +35,12 @@ class ActivationCheckpointing(Callback):
             qualified name (`"model.layers.*"`), a predicate `(name, module) -> bool`, or a list of these. Names are
             those below the `LightningModule`.
         preserve_rng_state: replay with the random numbers of the forward; needed for dropout.
-        determinism_check: `"default"` compares shapes, dtypes and devices of what is replayed; `"none"` does not.
+        determinism_check: `"default"` compares shapes, dtypes and devices of what is replayed; `"values"` compares
+            every value too, bit for bit, and names the block, the operator and the likely cause of what differs;
+            `"none"` compares nothing.
+        check_steps: how many training batches `"values"` checks before it makes way for `"default"`, and says so;
+            `None` checks them all. It takes a digest of every operator's results, twice, and waits for the device at
+            the end of each backward pass.
         monitor: log memory and throughput each step: `True`, `False`, or a `StepMonitor` of your own. A `StepMonitor`
             among the trainer's callbacks takes its place.
 
@@ -54,16 +60,21 @@ class ActivationCheckpointing(Callback):
         blocks: Blocks | None = None,
         preserve_rng_state: bool = True,
         determinism_check: DeterminismCheck = "default",
+        check_steps: int | None = 3,
         monitor: bool | StepMonitor = True,
     ) -> None:
         check_options(policy, blocks, preserve_rng_state, determinism_check)
+        if check_steps is not None and (type(check_steps) is not int or check_steps < 1):
+            raise ValueError(f"check_steps={check_steps!r}: accepted are a whole number of at least 1, and None")
         if not isinstance(monitor, bool | StepMonitor):
             raise TypeError(f"monitor={monitor!r}: accepted are True, False and a StepMonitor(...)")
         self.policy = policy
         self.blocks = blocks
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
+        self.check_steps = check_steps
         self.monitor = monitor
+        self._to_check = 0
         self._handle: CheckpointedBlocks | None = None
         self._found: list[tuple[str, int]] = []
         self._added_monitor: StepMonitor | None = None
@@ -89,6 +100,16 @@ class ActivationCheckpointing(Callback):
             self._apply(pl_module)
         self._announce(trainer)
 
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._handle is None or self._handle.determinism_check != "values" or self.check_steps is None:
+            return
+        self._to_check -= 1
+        if self._to_check == 0:
+            self._handle.determinism_check = "default"
+            rank_zero_info(
+                f"Every replayed value of {self.check_steps} batches was that of its forward; the check is off now."
+            )
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._undo(trainer)
@@ -105,6 +126,7 @@ class ActivationCheckpointing(Callback):
             determinism_check=self.determinism_check,
         )
         self._found = _identities(pl_module, self.blocks)
+        self._to_check = self.check_steps or 0
 
     def _undo(self, trainer: Trainer) -> None:
         self._undo_blocks()

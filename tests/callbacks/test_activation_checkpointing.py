@@ -1,6 +1,8 @@
 """The callback that turns checkpointing on while `fit` runs."""
 
 import copy
+import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from equality import Replays
 from lightning_ckpt import ActivationCheckpointing, Full, StepMonitor
-from lightning_ckpt.recompute import CheckpointedForward
+from lightning_ckpt.checkpointed_forward import CheckpointedForward
 from modules import Adversaries, Images, Language, differences, fit, trainer
 from zoo import GPTBlock
 
@@ -240,6 +243,43 @@ def test_the_plan_is_printed_and_goes_into_the_hyperparameters(tmp_path: Path, c
     assert "Full(every=2" in hparams
 
 
+@pytest.mark.parametrize(("check_steps", "checked"), [(2, 2), (None, 4)])
+def test_the_value_check_covers_the_first_batches_and_says_when_it_ends(
+    check_steps: int | None, checked: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two batches of four, then PyTorch's own check of shapes; `None` checks to the end."""
+
+    class Count(Callback):
+        seen = 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+            handle = trainer.callbacks[0]._handle
+            self.seen += handle.determinism_check == "values"
+
+    count = Count()
+    with caplog.at_level(logging.INFO):
+        fit(Language(), [ActivationCheckpointing(determinism_check="values", check_steps=check_steps), count])
+    assert count.seen == checked
+    assert ("Every replayed value of 2 batches was that of its forward" in caplog.text) == (check_steps == 2)
+
+
+def test_the_value_check_stops_training_on_wrong_gradients() -> None:
+    """A block that draws from Python's generator: an error in the first backward, and the model as it was."""
+
+    class Noisy(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for block in self.gpt.blocks:
+                block.dropout.forward = lambda x: x * random.random()
+            return super().training_step(batch, batch_idx)
+
+    module = Noisy()
+    with pytest.raises(
+        CheckpointError, match=r"block 'gpt\.blocks\.0' \(GPTBlock\).*Likely cause: random numbers of Pyth"
+    ):
+        fit(module, [ActivationCheckpointing(determinism_check="values")])
+    assert patched(module) == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
@@ -247,6 +287,7 @@ def test_the_plan_is_printed_and_goes_into_the_hyperparameters(tmp_path: Path, c
         ({"blocks": 3}, TypeError, r"blocks=3: accepted are"),
         ({"monitor": "yes"}, TypeError, r"monitor='yes': accepted are True, False and a StepMonitor"),
         ({"determinism_check": "all"}, ValueError, r"determinism_check='all'"),
+        ({"check_steps": 0}, ValueError, r"check_steps=0: accepted are a whole number of at least 1, and None"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(wrong: Any, error: Any, text: str) -> None:
