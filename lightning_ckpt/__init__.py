@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_ckpt.policies import Full, SelectiveOps
     from lightning_ckpt.recompute import checkpoint_blocks
     from lightning_ckpt.replay_state import is_recomputing
+    from lightning_ckpt.verification import verify_gradients
 
 # Each public name and the room it lives in. Rooms are entered on first use: Lightning alone brings in matplotlib and
 # scipy, which a bare loop that only calls `checkpoint_blocks` does not need.
@@ -23,6 +24,7 @@ _ROOMS = {
     "checkpoint_blocks": "recompute",
     "find_blocks": "blocks",
     "is_recomputing": "replay_state",
+    "verify_gradients": "verification",
 }
 
 __all__ = [  # noqa: RUF022 - in the order a reader meets them
@@ -34,6 +36,7 @@ __all__ = [  # noqa: RUF022 - in the order a reader meets them
     "checkpoint_blocks",
     "find_blocks",
     "is_recomputing",
+    "verify_gradients",
 ]
 
 

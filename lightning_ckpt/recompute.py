@@ -153,6 +153,12 @@ def check_determinism(check: str) -> None:
         raise ValueError(f'determinism_check="values" needs torch.hash_tensor, which PyTorch {torch.__version__} lacks')
 
 
+def checkpointed_forwards(model: nn.Module) -> list[CheckpointedForward]:
+    """What stands in the place of the forwards of a model's blocks, whoever has put it there."""
+    found = (module.__dict__.get("forward") for module in model.modules())
+    return [forward for forward in found if isinstance(forward, CheckpointedForward)]
+
+
 _BY_POLICY = "left out by the policy"
 
 

@@ -28,7 +28,10 @@ _ENTERED = (nn.Module, Optimizer, LRScheduler, GradScaler)
 _DATA = (Dataset, Sampler)
 _NEVER = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, weakref.ReferenceType, DataLoader)
 # Objects of these packages are not the user's state: trainers, loggers, handles, dtypes, worker pools.
-_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "wandb"}
+_FOREIGN = sys.stdlib_module_names | {
+    *("torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "wandb"),
+    "lightning_ckpt",
+}
 # A longer container of a dataset is its content, not its state.
 _LONGEST_OF_DATA = 100
 
@@ -40,8 +43,11 @@ class RandomState:
         self._device = torch.device(device)
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = torch.get_rng_state()
-        # `get_rng_state` of the device's own module, since `torch` has none for any accelerator.
-        self._accelerator: Any = None if self._device.type == "cpu" else self._module().get_rng_state(self._device)
+        # Of the device's own module, since `torch` has none for accelerators; Metal's knows a single device.
+        self._which = () if self._device.type == "mps" else (self._device,)
+        self._accelerator: Any = None
+        if self._device.type != "cpu":
+            self._accelerator = self._module().get_rng_state(*self._which)
 
     def restore(self) -> None:
         """Make the next random numbers those that were next when this was made."""
@@ -49,7 +55,7 @@ class RandomState:
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
         if self._accelerator is not None:
-            self._module().set_rng_state(self._accelerator, self._device)
+            self._module().set_rng_state(self._accelerator, *self._which)
 
     def same_as(self, other: "RandomState") -> bool:
         """Tell whether both would give the same random numbers."""

@@ -16,6 +16,7 @@ NAMES = {
     "checkpoint_blocks",
     "find_blocks",
     "is_recomputing",
+    "verify_gradients",
 }
 
 NOT_AT_IMPORT = {"wandb", "scipy", "matplotlib", "lightning", "sklearn", "transformers"}

@@ -1,0 +1,207 @@
+"""Gradients against the plain model: proof that a checkpointed step is the step it was."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_ckpt.blocks import Blocks
+from lightning_ckpt.policies import Policy
+from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards
+from lightning_ckpt.snapshot import Snapshot
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of the checkpointed step beside that of the plain step.
+
+    Attributes:
+        name: `"loss"`, `"gradient of <parameter>"` or `"buffer <name>"`.
+        largest: the largest absolute difference of two elements; infinite where one of the two has no such tensor, or
+            a NaN that the other has not.
+        allowed: the largest that counts as equal.
+    """
+
+    name: str
+    largest: float
+    allowed: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether the difference is within what is allowed."""
+        return self.largest <= self.allowed
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify_gradients` found: every comparison, the worst first; prints as a rich table."""
+
+    comparisons: tuple[Comparison, ...]
+    blocks: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether loss, gradients and buffers are those of the plain step."""
+        return all(comparison.equal for comparison in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison:
+        """The comparison with the largest difference beyond what is allowed."""
+        return self.comparisons[0]
+
+    def raise_if_different(self) -> None:
+        """Raise an `AssertionError` that names the tensors that differ."""
+        different = [c for c in self.comparisons if not c.equal]
+        if different:
+            listed = "; ".join(f"{c.name} by up to {c.largest:.3g}" for c in different[:5])
+            more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
+            raise AssertionError(
+                f"The checkpointed step differs from the plain one in {len(different)} of {len(self.comparisons)} "
+                f'tensors: {listed}{more}. determinism_check="values" names the block and the operator.'
+            )
+
+    def __str__(self) -> str:
+        outcome = "equal" if self.equal else f"different, {self.worst.name} by up to {self.worst.largest:.3g}"
+        return f"{len(self.comparisons)} tensors of {len(self.blocks)} checkpointed blocks and the rest: {outcome}"
+
+    def __rich__(self) -> Table:
+        table = Table("Tensor", "Largest difference", "Allowed", "Equal", title=str(self))
+        for comparison in self.comparisons[:10]:
+            table.add_row(
+                comparison.name,
+                f"{comparison.largest:.3g}",
+                f"{comparison.allowed:.3g}",
+                "yes" if comparison.equal else "no",
+            )
+        if len(self.comparisons) > 10:
+            table.caption = f"The worst 10 of {len(self.comparisons)}"
+        return table
+
+
+def verify_gradients(
+    module: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    policy: str | Policy = "full",
+    blocks: Blocks | None = None,
+    tolerance: float | None = None,
+) -> Verification:
+    """Run one training step plain and checkpointed, from the same state, and compare loss, gradients and buffers.
+
+    The module, its gradients and buffers, and all random numbers are left as found.
+
+    Args:
+        module: a `LightningModule`, or any module with a `loss_fn`. Where blocks of it are checkpointed already, those
+            are compared, and `policy` and `blocks` do not count.
+        batch: what the step takes, on the module's device.
+        loss_fn: `loss_fn(module, batch)`, a scalar; without it the module's own `training_step`.
+        policy: as in `checkpoint_blocks`.
+        blocks: as in `checkpoint_blocks`.
+        tolerance: the largest absolute difference that counts as equal. By default none is allowed on the CPU;
+            elsewhere a tensor may differ by as much as between two plain runs, whose kernels add up in any order.
+
+    Raises:
+        ValueError: there is no loss to run, or no block to checkpoint.
+
+    Example:
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(3)]
+        >>> model = torch.nn.Sequential(*layers)
+        >>> verify_gradients(model, torch.randn(2, 4), lambda model, x: model(x).sum()).equal
+        True
+    """
+    step = loss_fn or _training_step(module)
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    found = Snapshot([module], device=device)
+    existing = checkpointed_forwards(module)
+
+    def run() -> dict[str, Tensor]:
+        try:
+            return _run(module, batch, step)
+        finally:
+            found.restore()
+
+    try:
+        for forward in existing:
+            forward.active = False
+        plain = run()
+        noise = run() if tolerance is None and device.type != "cpu" else plain
+    finally:
+        for forward in existing:
+            forward.active = True
+    if existing:
+        names = tuple(forward.name for forward in existing)
+        ours = run()
+    else:
+        with checkpoint_blocks(module, policy, blocks=blocks) as handle:
+            names = handle.blocks
+            ours = run()
+    compared = [
+        Comparison(
+            name,
+            largest=_largest(ours.get(name), plain.get(name)),
+            allowed=_largest(noise.get(name), plain.get(name)) if tolerance is None else tolerance,
+        )
+        for name in plain.keys() | ours.keys()
+    ]
+    return Verification(tuple(sorted(compared, key=lambda c: (c.allowed - c.largest, c.name))), names)
+
+
+def _training_step(module: nn.Module) -> LossFn:
+    step = getattr(module, "training_step", None)
+    if step is None:
+        raise ValueError(
+            f"{type(module).__name__} has no training_step: give verify_gradients(module, batch, loss_fn), with "
+            "loss_fn(module, batch) a scalar"
+        )
+    if not getattr(module, "automatic_optimization", True):
+        raise ValueError(
+            f"{type(module).__name__} optimizes by hand, so its training_step gives no one loss: give "
+            "verify_gradients(module, batch, loss_fn), with loss_fn(module, batch) a scalar"
+        )
+
+    def loss(module: Any, batch: Any) -> Tensor:
+        with warnings.catch_warnings():
+            # Outside of a trainer there is nobody to log to.
+            warnings.filterwarnings("ignore", ".*self.log.*trainer.* is not registered")
+            output = step(batch, 0) if "batch_idx" in inspect.signature(step).parameters else step(batch)
+        return output["loss"] if isinstance(output, dict) else output  # type: ignore[no-any-return]
+
+    return loss
+
+
+def _run(module: nn.Module, batch: Any, step: LossFn) -> dict[str, Tensor]:
+    """Loss, gradients and buffers of one step from where the module is."""
+    if not module.training:
+        module.train()
+    for parameter in module.parameters():
+        parameter.grad = None
+    loss = step(module, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"the step gave {loss!r}: accepted is a loss, a tensor of one element")
+    loss.backward()
+    seen = {"loss": loss.detach().clone()}
+    seen |= {f"gradient of {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    seen |= {f"buffer {name}": buffer.detach().clone() for name, buffer in module.named_buffers()}
+    return seen
+
+
+def _largest(one: Tensor | None, other: Tensor | None) -> float:
+    """The largest absolute difference, infinite where the two can't be compared."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    one, other = one.to_dense(), other.to_dense()
+    if torch.equal(one, other) or not one.numel():
+        return 0.0
+    kind = torch.complex128 if one.is_complex() else torch.float64
+    # Equal infinities and NaN in the same places are equal; any other NaN makes the difference one.
+    same = (one == other) | ((one != one) & (other != other))
+    difference = (one.to(kind) - other.to(kind)).abs().masked_fill(same, 0.0)
+    return float(difference.nan_to_num(float("inf")).max())
