@@ -51,31 +51,28 @@ class Coverage:
         return sum(portion.parameters for portion in self.checkpointed) / self.parameters if self.parameters else 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{len(self.checkpointed)} of {len(self.portions)} blocks, "
-            f"{self.share:.1%} of {self.parameters:,} parameters, {self.policy}"
-        )
+        return f"{self._counts()}, {self.policy}"
+
+    def _counts(self) -> str:
+        blocks = f"{len(self.checkpointed)} of {len(self.portions)} blocks"
+        return f"{blocks}, {self.share:.1%} of {self.parameters:,} parameters"
 
     def __rich__(self) -> Table:
-        table = Table("Blocks", "Class", "Parameters", "Recomputed", title=f"Activation checkpointing: {self}")
-        for alike, group in groupby(self.portions, lambda p: (_parent(p.name), p.kind, p.left_alone)):
+        title, caption = f"Activation checkpointing, {self.policy}", [self._counts()]
+        if any(len(segment) > 1 for segment in self.segments):
+            spans = (_between(segment[0], segment[-1]) for segment in self.segments)
+            caption.append(f"One replay spans: {'; '.join(spans)}")
+        table = Table("Blocks", "Class", "Parameters", "Recomputed", title=title, caption="\n".join(caption))
+        for (_, kind, left_alone), group in groupby(self.portions, lambda p: (_parent(p.name), p.kind, p.left_alone)):
             portions = list(group)
             parameters = sum(portion.parameters for portion in portions)
-            table.add_row(_span(portions), alike[1], f"{parameters:,}", "no: " + alike[2] if alike[2] else "yes")
-        if any(len(segment) > 1 for segment in self.segments):
-            table.caption = "One replay spans: " + "; ".join(
-                _between(segment[0], segment[-1]) for segment in self.segments
-            )
+            span = _between(portions[0].name, portions[-1].name)
+            table.add_row(span, kind, f"{parameters:,}", f"no: {left_alone}" if left_alone else "yes")
         return table
 
 
 def _parent(name: str) -> str:
     return re.sub(r"\d+$", "", name)
-
-
-def _span(portions: list[Portion]) -> str:
-    """`net.blocks.0 .. 7` for neighbours."""
-    return _between(portions[0].name, portions[-1].name)
 
 
 def _between(first: str, last: str) -> str:
