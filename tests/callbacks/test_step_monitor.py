@@ -312,6 +312,16 @@ def test_accumulation_by_hand_is_one_row(clock: Clock) -> None:
     assert logger.column("batch_size/global") == [4.0, 4.0]
 
 
+def test_a_row_is_due_at_the_first_step_that_reaches_it(clock: Clock) -> None:
+    """Steps that end at every second batch still give a row for each three batches, and none twice."""
+
+    class Every(TwoOptimizers):
+        every = 2
+
+    logger = fit(StepMonitor(3), module=Every(clock), samples=24, clock=clock)
+    assert [step for step, _ in logger.rows()] == [3, 5, 9, 11]
+
+
 def test_optimizers_behind_lightnings_back(clock: Clock) -> None:
     """Optimizers that the module steps without Lightning's wrapper end steps too."""
 
