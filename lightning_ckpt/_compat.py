@@ -168,6 +168,16 @@ def early_stop_is_on() -> bool:
     return enabled is None or bool(enabled)
 
 
+def who_saves() -> object:
+    """What saves for backward where the caller runs: the innermost saved-tensor hook; `None` where autograd does.
+
+    Hooks can be set in public, but not seen. The same hook means the same stretch of code: a checkpoint sets its own
+    for each call and each replay.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks and hooks[0]
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to a module, told by name: to import its class loads all of FSDP."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

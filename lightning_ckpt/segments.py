@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_ckpt._compat import SavedInput, early_stop_is_on
+from lightning_ckpt._compat import SavedInput, early_stop_is_on, who_saves
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.replay_state import tensor_version
 
@@ -78,11 +78,15 @@ class Segment:
         self._held: list[weakref.ref[_Held]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._early_stop = early_stop_is_on()
-        self._started_from: list[weakref.ref[Tensor]] = []
+        self._opened_under = who_saves()
+        self._started_from: list[tuple[weakref.ref[Tensor], int]] = []
         self._results: list[tuple[weakref.ref[Tensor], int]] = []
 
     def refuses(self, tensors: Sequence[Tensor]) -> str | None:
         """Why a call with these tensors can't join, in words; `None` if it can."""
+        if who_saves() is not self._opened_under:
+            # The replay of an outer checkpoint runs the calls inside it alone: joined across, they would not be there.
+            return "another checkpoint, or another saved-tensor hook, begins or ends between the two"
         if not any(self._place(tensor) is not None for tensor in tensors):
             return "it does not take the result of the block before as it is"
         for tensor in tensors:
@@ -102,8 +106,9 @@ class Segment:
         places = [self._place(tensor) for tensor in tensors]
         inputs = [SavedInput(t) if place is None else place for t, place in zip(tensors, places, strict=True)]
         if not self._steps and self.size > 1:
-            self._started_from = [weakref.ref(tensor) for tensor in tensors]
+            self._started_from = _watched(tensors)
         before = len(self._held)
+        self._results = []  # a block that is called inside this one is no next call
         self._steps.append(_Step(call, inputs))
         self._early_stop = self._early_stop and call.early_stop
         try:
@@ -115,18 +120,14 @@ class Segment:
             self.size = len(self._steps)
             raise
         if not self.full:
-            results = Arguments((output,), {}).take_tensors()
-            self._results = [(weakref.ref(tensor), tensor_version(tensor)) for tensor in results]
+            self._results = _watched(Arguments((output,), {}).take_tensors())
         return output
 
     def _place(self, tensor: Tensor) -> int | None:
-        for place, (result, version) in enumerate(self._results):
-            if result() is tensor and tensor_version(tensor) == version:
-                return place
-        return None
+        return _find(tensor, self._results)
 
     def _began_with(self, tensor: Tensor) -> bool:
-        return any(known() is tensor for known in self._started_from)
+        return _find(tensor, self._started_from) is not None
 
     def _let_go(self, tensor: Tensor) -> _Held:
         held = _Held()
@@ -147,11 +148,13 @@ class Segment:
         filling = _Filling(self._held, self._kinds, self._early_stop)
         call = self._steps[0].call
         try:
-            with saved_tensors_hooks(filling.take, _as_it_is), torch.enable_grad():
-                results: Sequence[Tensor] = ()
-                for step in self._steps:
-                    call = step.call
-                    results = call.replay(_given(step, results))
+            results: Sequence[Tensor] = ()
+            for step in self._steps:
+                call = step.call
+                tensors = _given(step, results)
+                # A hook for each call, as in the forward: segments inside must be the same in both.
+                with saved_tensors_hooks(filling.take, _as_it_is), torch.enable_grad():
+                    results = call.replay(tensors)
             filling.check_complete()
         except _Stop:
             return
@@ -204,6 +207,18 @@ class _Filling:
     def check_complete(self) -> None:
         if self._taken < self._wanted:
             raise _Differs(f"it saved {self._taken} tensors for backward instead of {self._wanted}")
+
+
+def _watched(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
+    return [(weakref.ref(tensor), tensor_version(tensor)) for tensor in tensors]
+
+
+def _find(tensor: Tensor, watched: Sequence[tuple[weakref.ref[Tensor], int]]) -> int | None:
+    """The place of a tensor among those watched, if it was not changed in place since."""
+    for place, (known, version) in enumerate(watched):
+        if known() is tensor and tensor_version(tensor) == version:
+            return place
+    return None
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
