@@ -56,6 +56,20 @@ def test_the_promise_is_the_computed_share() -> None:
     assert "**The 47.1 % is an illustration, not a promise.**" in README
 
 
+def test_the_measured_figures_are_the_committed_ones() -> None:
+    """What it says was measured is what the benchmark wrote."""
+    page = (ROOT / "benchmarks/results/overhead_cpu_202611.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    ours, by_hand, plain = (
+        next(row for row in rows if row[0].startswith(name)) for name in ("`ch", "by hand", "plain")
+    )
+    peaks = [int(re.search(r"\(([\d,]+) bytes\)", row[3])[1].replace(",", "")) for row in (ours, by_hand, plain)]
+    assert f"{peaks[2] / 2**20:.1f} MiB plain, {peaks[0] / 2**20:.1f} MiB with" in README
+    assert peaks[0] == peaks[1]
+    times = [float(row[2].split()[0]) for row in (ours, plain)]
+    assert f"about {times[0] / times[1]:.1f} times plain" in README
+
+
 def test_it_is_short() -> None:
     """A stranger reads it in a few minutes."""
     assert len(README.splitlines()) < 150
