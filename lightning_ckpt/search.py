@@ -21,6 +21,8 @@ _CLOSE_ENOUGH = 0.95
 _SAME_SLOPE = 1.1
 # However straight the line, no trial is larger than this many times the largest size that fitted.
 _LONGEST_JUMP = 32
+# How far below a size that was a little too large the next one is, where that is close enough to end the search.
+_SAFELY_BELOW = 0.97
 # The least that a trial should gain over the size that fits already.
 _LEAST_GAIN = 1.05
 STRETCH = 1
@@ -113,7 +115,7 @@ class Search:
         if last + self.multiple_of > bound or last >= _CLOSE_ENOUGH * bound:
             return None
         reach = self._between(lower, upper[0], bound, floor) if upper else self._beyond(lower, floor)
-        if reach >= _CLOSE_ENOUGH * bound:  # the search would end there and leave the rest untried
+        if not upper and reach >= _CLOSE_ENOUGH * bound:  # the search would end there and leave the rest untried
             reach = bound
         return self.nearest(min(max(reach, last + self.multiple_of), bound))
 
@@ -156,6 +158,8 @@ class Search:
         middle = math.sqrt(below.size * bound)
         if not above.out_of_memory:
             chord = below.size + (self.target - below.peak) / _slope((below, above))
+            if chord >= _CLOSE_ENOUGH * above.size:  # one step down from a noisy meter's too large is still too large
+                chord = min(chord, _SAFELY_BELOW * above.size)
             return chord if chord >= _LEAST_GAIN * below.size else middle
         # Its peak is unknown, so there is no chord. A line that promised more than there was is not to be trusted.
         return max(middle, self._beyond(lower, floor)) if bound < above.size - self.multiple_of else middle

@@ -156,7 +156,7 @@ class BatchSizeTuner(Callback):
         place = BatchSize(trainer, pl_module, self.batch_arg_name)
         with Trials(trainer, place) as trials:
             trials.prepare(self._first(self._search(0, None)))
-            room = self._room(trainer, trials.copies)
+            room = self._room(trainer, trials)
             size = self._settle(self._search(room.target, place.most_samples), place, trials, room)
         if place.settle(size):
             setup.again(trainer)
@@ -208,7 +208,7 @@ class BatchSizeTuner(Callback):
             self._optimizer_setup.remove()
             self._optimizer_setup = None
 
-    def _room(self, trainer: Trainer, copies: int) -> _Room:
+    def _room(self, trainer: Trainer, trials: Trials) -> _Room:
         limit = self.memory_limit or reader_for(trainer.strategy.root_device).limit()
         if limit is None:
             raise MisconfigurationException(
@@ -216,7 +216,7 @@ class BatchSizeTuner(Callback):
                 '"40GiB"'
             )
         # The copies of the state lie in the same memory while the trials run, and must not push a trial over the edge.
-        return _Room(limit, min(int(limit * (1 - self.headroom)), limit - copies))
+        return _Room(limit, min(int(limit * (1 - self.headroom) * trials.usable), limit - trials.copies))
 
     def _search(self, target: int, samples: int | None) -> Search:
         most = min((bound for bound in (self.max_val, samples) if bound is not None), default=None)
