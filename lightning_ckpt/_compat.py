@@ -196,3 +196,8 @@ def at_the_end_of_backward(callback: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The identity of the memory behind a tensor, shared by its views; a data pointer does not exist for fake ones."""
+    return int(tensor.untyped_storage()._cdata)

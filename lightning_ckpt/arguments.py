@@ -6,9 +6,11 @@ of a device found only there is not saved. So every tensor goes in by position, 
 """
 
 import copy
+from collections import UserDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ class Arguments:
     """The positional and keyword arguments of one call, as they were when it was made.
 
     Containers are copied, since callers fill and change them between one block and the next: tuples, named tuples,
-    lists, dicts, dataclasses, and key-value caches as Hugging Face has them. Any other object is passed on as it is.
+    lists, deques, dicts, namespaces, dataclasses, and key-value caches as Hugging Face has them. Any other object is
+    passed on as it is.
 
     Attributes:
         tensors: every tensor among the arguments once, in the order of their first appearance.
@@ -89,15 +92,21 @@ def _rebuilt(value: Any, visit: Callable[[Any], Any]) -> Any:
         for key, part in value.items():
             copied[key] = visit(part)
         return copied
-    if isinstance(value, list):
+    if isinstance(value, list | deque):
         copied = copy.copy(value)
-        copied[:] = map(visit, value)
+        for index, part in enumerate(value):
+            copied[index] = visit(part)
         return copied
     if is_dataclass(value) and not isinstance(value, type):
         return _copied(value, {f.name: visit(getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)})
-    if hasattr(type(value), "get_seq_length") and hasattr(type(value), "update"):
+    if isinstance(value, SimpleNamespace | UserDict) or _is_cache(value):
         return _copied(value, {name: visit(part) for name, part in vars(value).items()})
     return value
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a key-value cache, which every layer of a Hugging Face model writes to."""
+    return hasattr(type(value), "get_seq_length") and hasattr(type(value), "update")
 
 
 def _copied(value: Any, parts: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from math import sqrt
 from typing import Any, Literal, TypeAlias
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from lightning_ckpt._compat import OpOverload, OpOverloadPacket
+from lightning_ckpt._compat import OpOverload, OpOverloadPacket, storage_id
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,9 @@ class Full:
         elif not _is_count(self.select):
             raise ValueError(f"Full(select={self.select!r}): {_SELECT_ACCEPTS}")
 
+    def __str__(self) -> str:
+        return _short(self)
+
     def choose(self, count: int) -> list[int]:
         """Indices of the blocks to checkpoint among `count` blocks, rising.
 
@@ -157,8 +160,9 @@ class SelectiveOps:
     Most of a block's replay time goes into a few operators; keeping their results costs memory, and what remains to be
     replayed is nearly free. A kept result is a result even where autograd would not have saved it, so on blocks that
     are mostly matrix products this can keep more than no checkpointing at all: compare the measured peaks.
-    A graph may go backward once only (no `retain_graph`, no gradient penalty): PyTorch frees each kept result as it is
-    used.
+    A graph may go backward once only (no `retain_graph`, no gradient penalty, no `autograd.grad` inside the block):
+    PyTorch frees each kept result as it is used. A block that changes a kept result in place (`inplace=True` behind a
+    layer, a GRU on the CPU) is refused in its forward.
 
     Args:
         save: the operators to keep, by the name of a preset or as a list.
@@ -188,6 +192,9 @@ class SelectiveOps:
             # By name: names compare, pickle and go into a run's config; `str` of an operator is its name.
             object.__setattr__(self, "save", tuple(map(str, self.save)))
 
+    def __str__(self) -> str:
+        return _short(self)
+
     def choose(self, count: int) -> list[int]:
         """Indices of the blocks to checkpoint among `count` blocks: all of them."""
         return list(range(count))
@@ -207,8 +214,13 @@ class SelectiveOps:
             # Forward and replay count apart: releases of PyTorch before 2.13 ask the policy in both.
             matmuls = {False: 0, True: 0}
 
+            results: dict[int, Any] = {}  # the kept ones, by the memory that they lie in
+
             def policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
                 ran.add(op)
+                _refuse_overwriting(results, op, args, kwargs)
+                if op in kept:
+                    results.update(dict.fromkeys(_memory_of(getattr(ctx, "op_output", None)), op))
                 if op in thinned:
                     matmuls[ctx.is_recompute] += 1
                     if matmuls[ctx.is_recompute] % 2 == 0:
@@ -278,6 +290,13 @@ def resolve_policy(policy: str | Policy) -> Policy:
     )
 
 
+def _short(policy: Policy) -> str:
+    """A policy as a user would write it: `Full(every=2)`."""
+    given = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    changed = (f"{field.name}={given[field.name]!r}" for field in fields(policy) if given[field.name] != field.default)
+    return f"{type(policy).__name__}({', '.join(changed)})"
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -305,6 +324,34 @@ def _indices_of_range(select: str, count: int) -> list[int]:
         return list(range(values[0], values[1] + 1))
     start = {"first": 0, "last": count - values[0], "middle": (count - values[0]) // 2}[word]
     return list(range(start, start + values[0]))
+
+
+def _refuse_overwriting(results: dict[int, Any], op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse an operator that writes into a kept result: a replay would start from what was written.
+
+    PyTorch sees a change by the tensor's version only, which parts of a result need not share: a GRU on the CPU
+    overwrites them unseen, and its gradients would be wrong without an error.
+    """
+    schema = getattr(op, "_schema", None)
+    if not (results and schema and schema.is_mutable) or torch.Tag.inplace_view in op.tags:
+        return  # the last kind (`squeeze_`) changes a tensor's shape and none of its values
+    for index, given in enumerate(schema.arguments):
+        written = given.alias_info is not None and given.alias_info.is_write
+        value = args[index] if index < len(args) else kwargs.get(given.name)
+        for memory in _memory_of(value) if written else ():
+            if memory in results:
+                raise RuntimeError(
+                    f"SelectiveOps keeps the result of {results[memory]}, and the block then changes it in place "
+                    f"({op}), so a replay can't start from it. Write the block without that change (no inplace=True, "
+                    "relu_ or +=; a GRU on the CPU does it by itself), keep other operators, or take Full()"
+                )
+
+
+def _memory_of(value: Any) -> list[int]:
+    """What tells the memory of each tensor in an operator's argument or result, as long as it lives."""
+    if isinstance(value, tuple | list):
+        return [memory for part in value for memory in _memory_of(part)]
+    return [storage_id(value)] if isinstance(value, torch.Tensor) and value.layout == torch.strided else []
 
 
 def _resolve(operator: Operator) -> frozenset[OpOverload]:
