@@ -108,7 +108,6 @@ class Segment:
         if not self._steps and self.size > 1:
             self._started_from = _watched(tensors)
         before = len(self._held)
-        self._results = []  # a block that is called inside this one is no next call
         self._steps.append(_Step(call, inputs))
         self._early_stop = self._early_stop and call.early_stop
         try:
