@@ -228,6 +228,9 @@ class SelectiveOps:
                 return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
             contexts: Contexts = create_selective_checkpoint_contexts(policy)
+            # From PyTorch 2.14 on, kept results may go through saved-tensor hooks: a segment's hooks let go of tensors,
+            # and what is kept must not be let go.
+            contexts[0].respect_saved_tensors_hooks = False  # type: ignore[attr-defined]
             return contexts
 
         said = False

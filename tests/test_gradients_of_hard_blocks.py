@@ -27,7 +27,7 @@ POLICIES: dict[str, str | Policy] = {"full": "full", "selective": "selective", "
 each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 WIDTH = 8
 # The first use of forward-mode differentiation compiles PyTorch's own decompositions.
-from_torch_itself = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+from_torch_itself = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 def rows() -> list[Tensor]:
@@ -823,7 +823,7 @@ def test_a_sparse_gradient_stays_sparse() -> None:
     assert_same(gradients(ours), gradients(plain))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, WIDTH))])
 def test_a_block_that_holds_a_scripted_part_is_left_alone(compiled: Any) -> None:
     """One warning, the other block covered, and the model trains."""

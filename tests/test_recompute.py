@@ -546,7 +546,7 @@ def test_dropout_without_its_random_numbers_is_warned_of_by_name() -> None:
     checkpoint_blocks(GPT(depth=2, dropout=0.0), preserve_rng_state=False)  # nothing random: no warning
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_block_is_left_alone_and_the_model_trains() -> None:
     """TorchScript can't be replayed from outside: one warning, the other blocks covered."""
     model, plain = twins(mlp)
@@ -581,7 +581,11 @@ def test_a_model_checkpointed_by_its_owner_is_left_alone() -> None:
     ("wrong", "error", "text"),
     [
         ({"policy": "half"}, ValueError, r'policy=\'half\': accepted are "full", "selective"'),
-        ({"determinism_check": "bits"}, ValueError, r"determinism_check='bits': accepted are 'default', 'values', 'none'"),
+        (
+            {"determinism_check": "bits"},
+            ValueError,
+            r"determinism_check='bits': accepted are 'default', 'values', 'none'",
+        ),
         ({"preserve_rng_state": "yes"}, TypeError, r"preserve_rng_state='yes': accepted are True and False"),
         ({"blocks": 3}, TypeError, r"blocks=3: accepted are None, a module class"),
         ({"policy": Full(select="last-9")}, ValueError, r"the model has 3 blocks, counted from 0 to 2"),

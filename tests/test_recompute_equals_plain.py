@@ -90,7 +90,7 @@ def test_gradient_accumulation_equals_plain() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor's own
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_compiled_steps_equal_the_compiled_plain_model(policy: str) -> None:
     """Under `torch.compile` with no graph break allowed, within 1e-6 of the plain model compiled alike."""

@@ -626,7 +626,7 @@ def test_a_copy_joins_its_own_blocks(duplicate: Callable[[nn.Module], nn.Module]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor's own
 def test_a_compiled_model_checkpoints_block_by_block() -> None:
     """With no graph break allowed, within 1e-6 of the plain model compiled alike."""
     specimen = ZOO["gpt"]

@@ -13,10 +13,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from zoo import GPTBlock
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, Full, SelectiveOps, StepMonitor
 from modules import Adversaries, Images, Language, differences, fit, trainer
+from zoo import GPTBlock
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "checkpointing": ActivationCheckpointing,
@@ -83,12 +83,12 @@ def test_it_fits_twice_and_leaves_model_and_trainer_as_found(make: Callable[[], 
 def test_it_fits_after_an_exception(make: Callable[[], Callback], error: type[BaseException]) -> None:
     """The user's error comes through as it is; the model is as a plain trainer leaves it, and the next fit works."""
 
-    class Fails(Language):
-        failed = False
+    failed: list[nn.Module] = []  # not on the module, where a search would put it back
 
+    class Fails(Language):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 1 and not self.failed:
-                self.failed = True
+            if batch_idx == 1 and self not in failed:
+                failed.append(self)
                 raise error("in the user's code")
             return super().training_step(batch, batch_idx)
 
