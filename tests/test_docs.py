@@ -1,0 +1,58 @@
+"""The pages under docs are true: their Python runs, their messages are printed, their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_ckpt import checkpoint_blocks
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def blocks_of(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every snippet of a page, in order, with a small model; what a comment says is printed is printed."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+    names = {"torch": torch, "model": model, "batch": torch.randn(2, 4)}
+    for number, source in enumerate(blocks_of(page, "python")):
+        exec(compile(source, f"{page.name}, snippet {number}", "exec"), names)
+        for promised in re.findall(r"print\(.*\)  # (.*)", source):
+            assert promised in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_its_links_lead_somewhere(page: Path) -> None:
+    """Every relative link is a file or folder here."""
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.scale).tanh()
+
+
+def test_the_value_checks_message_is_the_printed_one() -> None:
+    """The example of an error is what that error says."""
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList([Block(), Block()])
+    checkpoint_blocks(model, determinism_check="values")
+    loss = model.blocks[1](torch.randn(2, 4)).sum()
+    model.blocks[1].scale = 3.0
+    with pytest.raises(CheckpointError) as caught:
+        loss.backward()
+    (message,) = blocks_of(DOCS / "exact-replay.md", "text")
+    assert message.split() == str(caught.value).split()
