@@ -37,7 +37,9 @@ ACCELERATOR = {
 
 
 def run(*command: str, cwd: Path) -> str:
-    environment = {**os.environ, "WANDB_MODE": "offline", "COLUMNS": "120"}
+    # A run in this process leaves its service's address in the environment: the demo's would be written over there.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    environment |= {"WANDB_MODE": "offline", "COLUMNS": "120"}
     done = subprocess.run(
         command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
