@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[Named]:
             - `None`: the repeated blocks. These are a Hugging Face model's own `_no_split_modules`; else the children
               of the outermost `ModuleList`, `Sequential` or `ModuleDict` whose children repeat one structure; else the
               attributes of one module that repeat one class; else the children of lists of layers of one class; else
-              the children of the largest `Sequential`.
+              the stages of one module, three `Sequential`s or more; else the children of the largest `Sequential`.
             - a module class, or the name of one (`"Block"`, `"my_package.Block"`), derived classes included;
             - a glob on the qualified name: `"encoder.layers.*"`, `"*.mlp"`. A `*` stands for any text without a dot,
               at the start of a pattern for any text, and so does `**` anywhere;
@@ -133,7 +133,7 @@ def _own_classes(module: nn.Module) -> Iterator[type]:
 
 def _repeated(model: nn.Module) -> list[Named]:
     """The repeated blocks: the first way of looking that finds any."""
-    for look in (_declared_or_contained, _repeated_attributes, _lists_of_layers, _largest_sequential):
+    for look in (_declared_or_contained, _repeated_attributes, _lists_of_layers, _stages, _largest_sequential):
         if found := look(model):
             return found
     return []
@@ -190,6 +190,18 @@ def _lists_of_layers(model: nn.Module) -> list[Named]:
         for child in children
         if _has_parameters(child[1])
     ]
+
+
+def _stages(model: nn.Module) -> list[Named]:
+    """Three or more `Sequential`s of one module: the stages of a convolutional net, each built in its own way.
+
+    Of two the one is a classifier as often as not, and the other all the rest.
+    """
+    for name, module in model.named_modules():
+        stages = [child for child in _children(name, module) if isinstance(child[1], nn.Sequential)]
+        if sum(_has_parameters(stage) for _, stage in stages) >= 3:
+            return [stage for stage in stages if _has_parameters(stage[1])]
+    return []
 
 
 def _largest_sequential(model: nn.Module) -> list[Named]:

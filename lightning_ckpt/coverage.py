@@ -62,6 +62,8 @@ class Coverage:
         if any(len(segment) > 1 for segment in self.segments):
             spans = (_between(segment[0], segment[-1]) for segment in self.segments)
             caption.append(f"One replay spans: {'; '.join(spans)}")
+        if len(self.portions) == len(self.checkpointed) == 1 and self.share == 1:
+            caption.append("One block is all of the model: its replay needs what the model does, and lowers no peak")
         table = Table("Blocks", "Class", "Parameters", "Recomputed", title=title, caption="\n".join(caption))
         for (_, kind, left_alone), group in groupby(self.portions, lambda p: (_parent(p.name), p.kind, p.left_alone)):
             portions = list(group)

@@ -2,11 +2,13 @@
 
 import collections
 import gc
+import io
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -72,6 +74,42 @@ def test_one_region_round_everything_lowers_no_peak() -> None:
     assert kept_whole < kept_blocks < kept_plain
     assert peak_whole > 0.95 * peak_plain
     assert peak_blocks < 0.5 * peak_plain
+
+
+def test_the_table_says_that_one_block_for_everything_lowers_no_peak() -> None:
+    """A user who names the whole net reads it there; with a head beside it, or with blocks, there is no such line."""
+    texts = []
+    for model, blocks in ((nn.Sequential(Net()), "0"), (Net(), "trunk"), (Net(), None)):
+        console = Console(width=200, file=io.StringIO())
+        console.print(checkpoint_blocks(model, blocks=blocks).report())
+        texts.append("lowers no peak" in " ".join(console.file.getvalue().split()))
+    assert texts == [True, False, False]
+
+
+def test_stages_of_unlike_build_are_found_and_lower_the_peak() -> None:
+    """A convolutional net without a repeated block: its stages are the blocks, and they keep a fraction of plain."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(1, 8, 3, padding=1)
+            self.stage1 = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Tanh())
+            self.stage2 = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())
+            self.stage3 = nn.Sequential(nn.Conv2d(8, 8, 1), nn.GELU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU())
+            self.classifier = nn.Sequential(nn.Flatten(), nn.Linear(8 * 64, 10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.classifier(self.stage3(self.stage2(self.stage1(self.stem(x).relu()))))
+
+    kept = []
+    for model in (Net(), Net()):
+        if kept:
+            assert checkpoint_blocks(model).blocks == ("stage1", "stage2", "stage3", "classifier")
+        with AllocatorReader() as reader:
+            out = model(torch.ones(8, 1, 32, 32))
+            kept.append(reader.current())
+        out.sum().backward()
+    assert kept[1] < 0.7 * kept[0]
 
 
 def test_regions_of_single_layers_keep_more_than_blocks() -> None:
