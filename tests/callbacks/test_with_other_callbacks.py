@@ -375,27 +375,30 @@ def test_a_trained_module_exports_and_copies_as_if_never_patched() -> None:
 
 
 class _Metered(nn.Module):
-    """A block that measures itself, once a step."""
+    """A block that measures itself half-way, once a step if it is careful."""
 
-    def __init__(self) -> None:
+    def __init__(self, careful: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 16)
         self.mean = MeanMetric()
+        self.careful = careful
         self.log: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x).tanh()
-        if not is_recomputing():
+        if not (self.careful and is_recomputing()):
             self.mean.update(y.detach().abs())
             if self.log:
                 self.log("activation", y.detach().abs().mean())
-        return y
+        return self.layer(y)
 
 
 class _Measured(Images):
-    def __init__(self) -> None:
+    def __init__(self, careful: bool = True) -> None:
         LightningModule.__init__(self)
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), _Metered(), _Metered(), nn.Linear(16, 4))
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), _Metered(careful), _Metered(careful), nn.Linear(16, 4)
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.net[2].log = self.log
@@ -412,6 +415,10 @@ def test_a_metric_inside_a_block_counts_every_batch_once() -> None:
     """Behind `is_recomputing`, `MeanMetric.update` and `self.log` in a block see each batch once, as without us."""
     module = same_as_plain(_Measured, callback=ours(blocks=_Metered))
     assert module.updates == [4 + 4 + 2] * 2  # batches of training, of validation, and of the sanity check before
+    careless = _Measured(careful=False)
+    careless.log = lambda *_, **__: None  # type: ignore[method-assign]
+    fit(careless, [ours(blocks=_Metered)])
+    assert careless.updates == [4 + 4 + 2 + 4] * 2  # the replays too
 
 
 def test_a_block_that_is_checkpointed_by_hand_before_fit_is_left_to_its_handle() -> None:
