@@ -4,10 +4,11 @@
     python benchmarks/overhead.py --repeats 20 --no-write
 
 Copies of the GPT example in its default configuration take the same training steps in one process: one with
-`checkpoint_blocks(model, "full")`, one whose forward calls `checkpoint(block, x, use_reentrant=False)`, that one again,
-which shows how far two equal models differ here by chance, and the plain model for scale. The steps are interleaved in
-an order that turns, and each round gives one ratio, so that a machine that slows down slows all. The peak is exact:
-every byte of the CPU allocator over one step, or the accelerator's own counter.
+`checkpoint_blocks(model, "full")`, one that also compares every replayed value, one whose forward calls
+`checkpoint(block, x, use_reentrant=False)`, that one again, which shows how far two equal models differ here by chance,
+and the plain model for scale. The steps are interleaved in an order that turns, and each round gives one ratio, so that
+a machine that slows down slows all. The peak is exact: every byte of the CPU allocator over one step, or the
+accelerator's own counter.
 """
 
 import argparse
@@ -61,6 +62,7 @@ class Arm:
 @dataclass(frozen=True, kw_only=True)
 class Result:
     ours: Arm
+    values: Arm
     by_hand: Arm
     by_hand_again: Arm
     plain: Arm
@@ -81,8 +83,8 @@ def make_step(arm: str, device: torch.device, batch_size: int) -> Callable[[], N
     torch.manual_seed(0)
     model = (GPTByHand if arm.startswith("by_hand") else GPT)().to(device)
     model.log = lambda *args, **kwargs: None  # type: ignore[method-assign] - there is no trainer to log to
-    if arm == "ours":
-        checkpoint_blocks(model, "full")
+    if arm in ("ours", "values"):
+        checkpoint_blocks(model, "full", determinism_check="values" if arm == "values" else "default")
     sources = Sources(model.hparams["context"])
     batch = {key: value.to(device) for key, value in default_collate([sources[i] for i in range(batch_size)]).items()}
     optimizer = model.configure_optimizers()
@@ -164,6 +166,7 @@ each, interleaved.
 | | step time, median (quartiles) | ratio to by hand (95 % interval) | peak of a step | ratio to by hand |
 | --- | --- | --- | --- | --- |
 {row('`checkpoint_blocks(model, "full")`', result.ours, result.by_hand)}
+{row('the same, `determinism_check="values"`', result.values, result.by_hand)}
 {row("by hand", result.by_hand, result.by_hand)}
 {row("by hand, a second copy", result.by_hand_again, result.by_hand)}
 {row("plain, no checkpointing", result.plain, result.by_hand)}

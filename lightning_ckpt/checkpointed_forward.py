@@ -234,6 +234,7 @@ class _Call:
         versions = [tensor_version(tensor) for tensor in tensors]
         with self._around_forward, self._check.forward() if self._check else nullcontext():
             output = self._forward.plain(self._block, *args, **kwargs)
+        self._environment.after_forward()
         self._forward.state.after_forward(self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
             if tensor_version(tensor) != version:

@@ -80,21 +80,28 @@ class Environment:
         self._accelerator = next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), None)
         self._autocasts = [_Autocast.now(kind) for kind in ("cpu", self._accelerator) if kind]
         self._default_device = torch.get_default_device()
-        self._preserve = preserve_rng_state
-        if preserve_rng_state:
-            self._cpu = torch.get_rng_state()
-            self._devices, self._states = get_device_states(*tensors) if self._accelerator else ([], [])
+        self._host: Tensor | None = torch.get_rng_state() if preserve_rng_state else None
+        self._devices: list[int] = []
+        self._states: list[Tensor] = []
+        if preserve_rng_state and self._accelerator:
+            self._devices, self._states = get_device_states(*tensors)
+
+    def after_forward(self) -> None:
+        """Let go of the host's random state, 5 kB, where the forward drew no random number from it."""
+        if self._host is not None and torch.equal(self._host, torch.get_rng_state()):
+            self._host = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run a replay in the state of the call, then go on in the state of now."""
         with ExitStack() as state:
-            if self._preserve:
-                kind = self._accelerator or "cpu"
+            kind = self._accelerator or "cpu"
+            if self._host is not None or self._states:
                 state.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
-                torch.set_rng_state(self._cpu)
-                if self._states:
-                    set_device_states(self._devices, self._states, device_type=kind)
+            if self._host is not None:
+                torch.set_rng_state(self._host)
+            if self._states:
+                set_device_states(self._devices, self._states, device_type=kind)
             for autocast in self._autocasts:
                 state.enter_context(autocast.again())
             if self._default_device != torch.get_default_device():
