@@ -138,9 +138,8 @@ most {EXPONENT}: {"reached" if result.reached else "NOT reached"}.
 ![The three peaks against depth, on logarithmic axes]({picture})
 
 Expected is the textbook model's n / s + 1 + s tensors (`lightning_ckpt/theory.py`; Chen et al. 2016, section 4.1).
-It counts the chain's input, which is held before the step and so is no part of the measured peak. The measured one has
-each call's copy of the random state instead, about 5 kB a block on a CPU. The peak of one step is exact and does not
-vary: it is counted from the allocator's own events, above what is held before the step.
+It counts the chain's input, which is held before the step and so is no part of the measured peak. The peak of one step
+is exact and does not vary: it is counted from the allocator's own events, above what is held before the step.
 
 - Device: cpu, {platform.machine()}.
 - torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}.
@@ -156,9 +155,14 @@ def plot(result: Result, path: Path) -> None:
     depths = [row.depth for row in result.rows]
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for arm, label, marker in (("plain", "plain", "o"), ("single", "Full()", "s"), ("root", "segments of sqrt", "^")):
+    # Plain and Full() coincide: the one is drawn thick under the other.
+    for arm, label, style, width in (
+        ("plain", "plain", "o-", 6),
+        ("single", "Full()", "s--", 2),
+        ("root", "sqrt", "^-", 2),
+    ):
         mib = [getattr(row, arm) / 2**20 for row in result.rows]
-        axes.loglog(depths, mib, marker=marker, label=f"{label}: depth^{result.grows(arm):.2f}")
+        axes.loglog(depths, mib, style, linewidth=width, label=f"{label}: depth^{result.grows(arm):.2f}")
     axes.loglog(depths, [row.expected / 2**20 for row in result.rows], "k:", label="n/s + 1 + s tensors")
     axes.set(xlabel="blocks", ylabel="activation peak (MiB)", xticks=depths, xticklabels=list(map(str, depths)))
     axes.minorticks_off()

@@ -739,7 +739,7 @@ def thin(depth: int) -> list[nn.Module]:
 
 
 def thin_peak(depth: int, size: Any) -> float:
-    """In tensors of the chain's width. They are large against the random state that is kept for each call (5 kB)."""
+    """In tensors of the chain's width."""
     model, x = nn.Sequential(*thin(depth)), torch.randn(4096, 16)
     if size:
         checkpoint_blocks(model, Full(segment_size=size))
@@ -751,7 +751,7 @@ def test_a_deep_thin_chain_peaks_at_the_root_of_its_depth() -> None:
     plain, single, root = thin_peak(64, None), thin_peak(64, 1), thin_peak(64, "sqrt")
     counted = Chain(layers=64, segments=8, activation_bytes=1)
     assert plain == pytest.approx(counted.plain_tensors, abs=0.1)
-    assert root == pytest.approx(counted.peak_tensors, abs=0.5)
+    assert root == pytest.approx(counted.peak_tensors - 1, abs=0.1)  # the chain's input is held before the step
     assert root <= 0.30 * plain
     assert root <= 0.60 * single
     exponent = math.log(thin_peak(256, "sqrt") / thin_peak(16, "sqrt")) / math.log(256 / 16)
@@ -771,7 +771,7 @@ def test_a_retained_graph_keeps_no_activations() -> None:
 
 
 def test_nested_segments_peak_lower() -> None:
-    """Of 64 thin layers, stages of 16 hold 4 boundaries and 16 layers; with their layers in fours, 4 and 4 and 4."""
+    """Of 64 thin layers, stages of 16 hold 4 boundaries and 16 layers; in fours, 4 and 3 more and 4."""
     x = torch.randn(4096, 16)
 
     def peak(*applied: tuple[Any, Any]) -> float:
@@ -782,5 +782,5 @@ def test_nested_segments_peak_lower() -> None:
 
     single = peak((Full(), STAGES))
     nested = peak((Full(), STAGES), (Full(segment_size=4), "*.*"))
-    assert single == pytest.approx(4 + 1 + 16, abs=1)
-    assert nested == pytest.approx(4 + 1 + 4 + 4, abs=1)
+    assert single == pytest.approx(4 + 16, abs=0.1)
+    assert nested == pytest.approx(4 + 3 + 4, abs=0.1)
