@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt._compat import is_sharded
 from lightning_ckpt.arguments import Arguments
@@ -103,11 +103,10 @@ class Application:
 
     def run_compiled(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """What `torch.compile` traces: PyTorch's own checkpoint, which the compiler knows."""
+        if self.contexts.make_compiled is None:
+            return checkpoint(function, *args, use_reentrant=False)
         # A partial made on the spot: the compiler takes no function for `context_fn` that it finds on an object.
-        more: dict[str, Any] = (
-            {} if self.contexts.make is noop_context_fn else {"context_fn": partial(self.contexts.make)}
-        )
-        return checkpoint(function, *args, use_reentrant=False, **more)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=partial(self.contexts.make_compiled))
 
 
 class CheckpointedForward:
@@ -254,7 +253,7 @@ class _Call:
         ):
             watch = self._check.replay() if self._check else nullcontext()
             # What watches operators comes last: the copying of buffers is none of the block's.
-            with self._around_replay, watch:
+            with self._around_replay(), watch:
                 output = forward.plain(self._block, *args, **kwargs)
         return Arguments((output,), {}).take_tensors()
 

@@ -2,25 +2,22 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import count
 from math import sqrt
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lightning_ckpt._compat import OpOverload, OpOverloadPacket, storage_id
+from lightning_ckpt._compat import OpOverload, OpOverloadPacket
+from lightning_ckpt.kept_results import KeptResults
 
 _log = logging.getLogger(__name__)
 
-Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Contexts: TypeAlias = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]
 Operator: TypeAlias = str | OpOverload | OpOverloadPacket
 
 _MATMULS = (
@@ -160,9 +157,7 @@ class SelectiveOps:
     Most of a block's replay time goes into a few operators; keeping their results costs memory, and what remains to be
     replayed is nearly free. A kept result is a result even where autograd would not have saved it, so on blocks that
     are mostly matrix products this can keep more than no checkpointing at all: compare the measured peaks.
-    A graph may go backward once only (no `retain_graph`, no gradient penalty, no `autograd.grad` inside the block):
-    PyTorch frees each kept result as it is used. A block that changes a kept result in place (`inplace=True` behind a
-    layer, a GRU on the CPU) is refused in its forward.
+    A kept result is freed as it is used: a second backward over a retained graph replays the block whole.
 
     Args:
         save: the operators to keep, by the name of a preset or as a list.
@@ -210,28 +205,28 @@ class SelectiveOps:
         thinned = _resolve_all(_MATMULS) if self.save == "every_other_matmul" else frozenset()
         ran: set[Any] = set()
 
-        def make() -> Contexts:
-            # Forward and replay count apart: releases of PyTorch before 2.13 ask the policy in both.
-            matmuls = {False: 0, True: 0}
+        def choice() -> Callable[[Any], bool | None]:
+            products = count(1)
 
-            results: dict[int, Any] = {}  # the kept ones, by the memory that they lie in
-
-            def policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            def keep(op: Any) -> bool | None:
                 ran.add(op)
-                _refuse_overwriting(results, op, args, kwargs)
-                if op in kept:
-                    results.update(dict.fromkeys(_memory_of(getattr(ctx, "op_output", None)), op))
-                if op in thinned:
-                    matmuls[ctx.is_recompute] += 1
-                    if matmuls[ctx.is_recompute] % 2 == 0:
-                        return CheckpointPolicy.PREFER_RECOMPUTE
-                return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+                if op not in kept:
+                    return None
+                return op not in thinned or next(products) % 2 == 1
 
-            contexts: Contexts = create_selective_checkpoint_contexts(policy)
-            # From PyTorch 2.14 on, kept results may go through saved-tensor hooks: a segment's hooks let go of tensors,
-            # and what is kept must not be let go.
-            contexts[0].respect_saved_tensors_hooks = False  # type: ignore[attr-defined]
-            return contexts
+            return keep
+
+        def make() -> Contexts:
+            results = KeptResults(choice())
+            return results.forward(), results.replay
+
+        def make_compiled() -> Any:
+            keep = choice()
+
+            def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+                return CheckpointPolicy.MUST_SAVE if keep(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+            return create_selective_checkpoint_contexts(policy)
 
         said = False
 
@@ -250,7 +245,7 @@ class SelectiveOps:
                     ", ".join(expensive) or "none",
                 )
 
-        return ReplayContexts(make, say_what_never_ran)
+        return ReplayContexts(make, make_compiled, say_what_never_ran)
 
     def _listed(self) -> dict[str, frozenset[OpOverload]]:
         """The overloads to keep, by the name the user gave; a preset has no names, only what this PyTorch knows."""
@@ -265,11 +260,13 @@ class ReplayContexts:
     """What a policy puts around the calls of its blocks.
 
     Args:
-        make: gives the two contexts of one call: around its forward, and around its replay.
+        make: gives, for one call, the context around its forward, and what makes one around each of its replays.
+        make_compiled: what `torch.utils.checkpoint` takes as `context_fn`, for the compiler; `None` for nothing.
         on_replay: called when a block is about to be replayed; the first time, the forward pass is over.
     """
 
-    make: Callable[[], Contexts] = noop_context_fn
+    make: Callable[[], Contexts] = lambda: (nullcontext(), nullcontext)
+    make_compiled: Callable[[], Any] | None = None
     on_replay: Callable[[], None] = lambda: None
 
 
@@ -327,34 +324,6 @@ def _indices_of_range(select: str, count: int) -> list[int]:
         return list(range(values[0], values[1] + 1))
     start = {"first": 0, "last": count - values[0], "middle": (count - values[0]) // 2}[word]
     return list(range(start, start + values[0]))
-
-
-def _refuse_overwriting(results: dict[int, Any], op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse an operator that writes into a kept result: a replay would start from what was written.
-
-    PyTorch sees a change by the tensor's version only, which parts of a result need not share: a GRU on the CPU
-    overwrites them unseen, and its gradients would be wrong without an error.
-    """
-    schema = getattr(op, "_schema", None)
-    if not (results and schema and schema.is_mutable) or torch.Tag.inplace_view in op.tags:
-        return  # the last kind (`squeeze_`) changes a tensor's shape and none of its values
-    for index, given in enumerate(schema.arguments):
-        written = given.alias_info is not None and given.alias_info.is_write
-        value = args[index] if index < len(args) else kwargs.get(given.name)
-        for memory in _memory_of(value) if written else ():
-            if memory in results:
-                raise RuntimeError(
-                    f"SelectiveOps keeps the result of {results[memory]}, and the block then changes it in place "
-                    f"({op}), so a replay can't start from it. Write the block without that change (no inplace=True, "
-                    "relu_ or +=; a GRU on the CPU does it by itself), keep other operators, or take Full()"
-                )
-
-
-def _memory_of(value: Any) -> list[int]:
-    """What tells the memory of each tensor in an operator's argument or result, as long as it lives."""
-    if isinstance(value, tuple | list):
-        return [memory for part in value for memory in _memory_of(part)]
-    return [storage_id(value)] if isinstance(value, torch.Tensor) and value.layout == torch.strided else []
 
 
 def _resolve(operator: Operator) -> frozenset[OpOverload]:

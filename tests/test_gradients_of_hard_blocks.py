@@ -139,22 +139,11 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("policy", ["full", Full(segment_size=2)], ids=["full", "segments"])
+@each_policy
 @pytest.mark.parametrize("kind", IN_PLACE)
 def test_what_a_block_computed_it_may_change_in_place(kind: str, policy: Any) -> None:
-    """An activation, a residual, a slice or a dropout written into a layer's result."""
+    """An activation, a residual, a slice or a dropout written into a layer's result, kept by the policy or not."""
     trains_as_plain(chain_of(IN_PLACE[kind]), policy=policy)
-
-
-@pytest.mark.parametrize("kind", IN_PLACE)
-def test_a_kept_result_changed_in_place_is_refused_with_the_cure(kind: str) -> None:
-    """`SelectiveOps` can't keep what the block overwrites: its forward says which operator does, and what to do."""
-    model = chain_of(IN_PLACE[kind])()
-    checkpoint_blocks(model, "selective", blocks="blocks.*")
-    with pytest.raises(
-        RuntimeError, match=r"result of aten\.addmm\.default, .* changes it in place \(aten\..*Full\(\)"
-    ):
-        mean_square(model, rows()[0])
 
 
 @each_policy
@@ -228,20 +217,11 @@ def _learns_at_once(self: Any, x: Tensor) -> Tensor:
 WITH_AUTOGRAD_INSIDE = {"slope": _uses_the_slope, "forces": _forces, "test-time update": _learns_at_once}
 
 
-@pytest.mark.parametrize("policy", ["full", Full(segment_size=2)], ids=["full", "segments"])
+@each_policy
 @pytest.mark.parametrize("kind", WITH_AUTOGRAD_INSIDE)
 def test_a_block_may_differentiate_inside_its_forward(kind: str, policy: Any) -> None:
     """Penalties, energies with forces, and an update at test time: `autograd.grad` and `backward` in forward."""
     trains_as_plain(chain_of(WITH_AUTOGRAD_INSIDE[kind]), policy=policy)
-
-
-@pytest.mark.parametrize("kind", WITH_AUTOGRAD_INSIDE)
-def test_with_kept_operators_a_second_backward_is_refused(kind: str) -> None:
-    """A kept result is freed as it is used, so differentiating inside a block needs `Full`."""
-    model = chain_of(WITH_AUTOGRAD_INSIDE[kind])()
-    checkpoint_blocks(model, "selective", blocks="blocks.*")
-    with pytest.raises(RuntimeError, match="only allowed to backward once"):
-        mean_square(model, rows()[0]).backward()
 
 
 class _Cubic(torch.autograd.Function):
@@ -1068,8 +1048,9 @@ def test_an_unrolled_cell_in_chunks(policy: Any) -> None:
     trains_as_plain(chain_of(forward, cell=lambda: nn.GRUCell(WIDTH, WIDTH)), step, policy=policy)
 
 
+@each_policy
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
-def test_recurrent_layers_that_overwrite_kept_results_are_refused(kind: type[nn.RNNBase]) -> None:
+def test_recurrent_layers_that_overwrite_kept_results_are_replayed(kind: type[nn.RNNBase], policy: Any) -> None:
     """On a CPU they write into a matrix product's result where its version does not tell: by hand a GRU is wrong."""
 
     class Recurrent(nn.Module):
@@ -1082,12 +1063,7 @@ def test_recurrent_layers_that_overwrite_kept_results_are_refused(kind: type[nn.
                 x = block(x)[0]
             return x
 
-    data = [torch.randn(2, 3, WIDTH)]
-    trains_as_plain(Recurrent, data=data)
-    model = Recurrent()
-    checkpoint_blocks(model, "selective")
-    with pytest.raises(RuntimeError, match=r"changes it in place .* a GRU on the CPU does it by itself"):
-        model(data[0])
+    trains_as_plain(Recurrent, data=[torch.randn(2, 3, WIDTH)], policy=policy)
 
 
 class _Backbone(nn.Module):

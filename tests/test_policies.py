@@ -165,3 +165,64 @@ def test_a_listed_operator_that_never_ran_is_said_once(caplog: pytest.LogCapture
     checkpoint_blocks(model, "selective")
     model(torch.randn(4, 64)).sum().backward()
     assert not caplog.records  # a preset lists what other machines have
+
+
+@pytest.mark.parametrize("kept", ["aten.bernoulli_", "aten.rand_like", "every_other_matmul"])
+def test_a_kept_random_operator_leaves_the_random_numbers_of_the_forward(kept: str) -> None:
+    """It does not draw again in the replay, and what draws after it must not take its numbers."""
+    from equality import assert_equal, trace, twins
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.dropout = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.dropout(self.one(x))
+            return self.dropout(self.two(x * torch.rand_like(x))).tanh()
+
+    ours, plain = twins(lambda: nn.Sequential(Noisy(), Noisy()))
+    checkpoint_blocks(ours, SelectiveOps(kept))
+    data = [torch.randn(4, 8) for _ in range(3)]
+    step = lambda model, x: model(x).square().mean()  # noqa: E731
+    assert_equal(trace(ours, data, step), trace(plain, data, step))
+
+
+def test_a_second_backward_replays_what_the_first_has_used() -> None:
+    """`retain_graph` works with kept results: twelve products in the first pass, six more in the second."""
+    from test_recompute import MatrixProducts
+
+    model = mlp()
+    checkpoint_blocks(model, "selective")
+    loss = model(torch.randn(64, 64, requires_grad=True)).sum()
+    counts = []
+    for _ in range(2):
+        with MatrixProducts() as counted:
+            loss.backward(retain_graph=True)
+        counts.append(counted.count)
+    assert counts == [12, 15]
+
+
+@pytest.mark.parametrize("policy", ["selective", SelectiveOps("every_other_matmul")])
+def test_a_weight_that_autocast_cast_before_is_no_mismatch(policy: Any) -> None:
+    """Used outside of the block first, its cast is cached: the forward skips the cast that the replay needs."""
+    from equality import assert_equal, trace, twins
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.blocks = nn.ModuleList([nn.Sequential(self.layer, nn.Tanh()), nn.Sequential(self.layer, nn.Tanh())])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layer(x)
+                for block in self.blocks:
+                    x = block(x)
+            return x.float()
+
+    ours, plain = twins(Shared)
+    checkpoint_blocks(ours, policy)
+    data = [torch.randn(4, 8) for _ in range(3)]
+    step = lambda model, x: model(x).square().mean()  # noqa: E731
+    assert_equal(trace(ours, data, step), trace(plain, data, step))

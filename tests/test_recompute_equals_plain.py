@@ -22,8 +22,6 @@ def batches(specimen: Specimen) -> list:
 @pytest.mark.parametrize("kind", ZOO)
 def test_three_steps_equal_those_of_the_plain_model(kind: str, policy: str) -> None:
     """Whatever the model and the policy, training sees no difference."""
-    if kind == "gradient-penalty" and policy in ("selective", "attention"):
-        pytest.skip("operator-selective results can be used in one backward only: documented in SelectiveOps")
     specimen = ZOO[kind]
     ours, plain = twins(specimen.build)
     handle = checkpoint_blocks(ours, POLICIES[policy], blocks=specimen.blocks)

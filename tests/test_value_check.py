@@ -219,8 +219,6 @@ def test_a_second_backward_pass_is_checked_after_one_that_failed() -> None:
 @pytest.mark.parametrize("kind", ZOO)
 def test_clean_models_pass_and_train_as_ever(kind: str, policy: Any) -> None:
     """Dropout, attention, BatchNorm, routing, double backward: no false alarm, and no difference."""
-    if kind == "gradient-penalty" and policy == "selective":
-        pytest.skip("operator-selective results can be used in one backward only: documented in SelectiveOps")
     specimen = ZOO[kind]
     ours, plain = twins(specimen.build)
     checkpoint_blocks(ours, policy, determinism_check="values")
