@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ckpt._compat import is_sharded
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.policies import Policy
-from lightning_ckpt.replay_state import Environment, ReplayState, recomputing, tensor_version
-from lightning_ckpt.segments import Segment
+from lightning_ckpt.replay_state import Environment, ReplayState, is_recomputing, recomputing, tensor_version
+from lightning_ckpt.segments import CALLED_AGAIN, Segment
 from lightning_ckpt.value_check import Comparisons, ValueCheck
 from lightning_ckpt.witness import Witness
 
@@ -60,20 +60,31 @@ class Application:
     def segment_for(self, name: str, block: nn.Module, arguments: Arguments) -> Segment:
         """The segment that a call goes to: the open one if the call follows from it, else a new one."""
         latest = self._open() if self._open else None
-        if name in self._seen:  # another forward pass begins, or the block is called twice in one
-            self._seen, self.segments = set(), []
-        elif latest and not latest.full:
-            refused = self._refuses(block, arguments) or latest.refuses(arguments.tensors)
-            if refused is None:
-                self._seen.add(name)
-                self.segments[-1].append(name)
-                return latest
-            self._say(name, refused)
-        self._seen.add(name)
+        again = name in self._seen  # another forward pass begins, or the block is called twice in one
+        refused = "" if latest is None or latest.full else self._refuses(block, arguments)
+        if refused is None and latest:
+            # What decides is the open segment alone: a replay of an outer checkpoint must join as its forward did.
+            refused = latest.refuses(name, arguments.tensors)
+        joins = latest is not None and refused is None
+        if not is_recomputing():
+            self._note(name, joins, again)
+            if refused and (not again or refused == CALLED_AGAIN):
+                self._say(name, refused)
+        if latest is not None and joins:
+            return latest
         segment = Segment(self.span, self.determinism_check != "none")
-        self.segments.append([name])
         self._open = weakref.ref(segment)
         return segment
+
+    def _note(self, name: str, joins: bool, again: bool) -> None:
+        """Keep the segments of the latest forward pass, for the report."""
+        if again and not joins:
+            self._seen, self.segments = set(), []
+        self._seen.add(name)
+        if joins and self.segments:
+            self.segments[-1].append(name)
+        else:
+            self.segments.append([name])
 
     def tell_of_attribute(self, where: str, kind: type, name: str, change: str) -> None:
         """Tell, once for all blocks of a class, of an attribute that a replay has changed."""

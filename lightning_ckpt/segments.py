@@ -24,6 +24,8 @@ from lightning_ckpt._compat import SavedInput, early_stop_is_on, who_saves
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.replay_state import tensor_version
 
+CALLED_AGAIN = "it is called a second time on the way, as a shared block is"
+
 
 class Call(Protocol):
     """One call of one block, as a segment sees it."""
@@ -82,13 +84,15 @@ class Segment:
         self._started_from: list[tuple[weakref.ref[Tensor], int]] = []
         self._results: list[tuple[weakref.ref[Tensor], int]] = []
 
-    def refuses(self, tensors: Sequence[Tensor]) -> str | None:
+    def refuses(self, name: str, tensors: Sequence[Tensor]) -> str | None:
         """Why a call with these tensors can't join, in words; `None` if it can."""
         if who_saves() is not self._opened_under:
             # The replay of an outer checkpoint runs the calls inside it alone: joined across, they would not be there.
             return "another checkpoint, or another saved-tensor hook, begins or ends between the two"
         if not any(self._place(tensor) is not None for tensor in tensors):
             return "it does not take the result of the block before as it is"
+        if any(step.call.name == name for step in self._steps):
+            return CALLED_AGAIN
         for tensor in tensors:
             # A result of this segment in another guise would make the graph hold the segment, and the segment the
             # graph: nothing would ever be freed.

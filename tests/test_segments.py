@@ -460,6 +460,36 @@ def test_nested_segments_equal_plain(outer: int, inner: int, outer_first: bool) 
     assert_equal(trace(ours, rows(), mean_square), trace(plain, rows(), mean_square))
 
 
+def test_a_block_shared_by_two_stages_is_joined_alike_in_forward_and_replay() -> None:
+    """What decides is what came before within the stage, not whether another stage has called the block."""
+
+    def build() -> nn.Module:
+        first, second = Stages(1, 6)[0], Stages(1, 3)[0]
+        return nn.Sequential(first, nn.Sequential(first[1], *second))
+
+    ours, plain = twins(build)
+    outer = checkpoint_blocks(ours, Full(), blocks=STAGES)
+    inner = checkpoint_blocks(ours, Full(segment_size=3), blocks="*.*")
+    assert_equal(trace(ours, rows(), mean_square), trace(plain, rows(), mean_square))
+    assert spans(outer.report().segments) == [1, 1]
+    assert spans(inner.report().segments) == [3, 1]  # since the shared block's second call; replays do not count
+
+
+def test_a_block_called_twice_on_the_way_says_why_it_stays_single(caplog: pytest.LogCaptureFixture) -> None:
+    """A shared block starts a segment at each call, with one log line."""
+    shared = block()
+
+    class Twice(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](self.blocks[0](x)))
+
+    equal_steps(lambda: Twice([shared, block()]), 4)
+    assert _lines(caplog) == [
+        "Block 'blocks.0' starts a segment of its own, though 4 were to span one: it is called a second time on the "
+        "way, as a shared block is"
+    ]
+
+
 def test_three_levels_of_segments_equal_plain() -> None:
     """Halves of halves."""
 
