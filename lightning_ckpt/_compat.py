@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.profiler import profile
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # The types of `torch.ops.aten.mm.default` and `torch.ops.aten.mm`. `torch.ops` is public, its element types are not
 # exported, and a list of operators has to be told from anything else a user may pass.
@@ -36,6 +36,7 @@ __all__ = [
     "compiled_graphs",
     "in_checkpoint_replay",
     "is_compiled",
+    "without_modes",
 ]
 
 
@@ -201,3 +202,13 @@ def at_the_end_of_backward(callback: Callable[[], None]) -> None:
 def storage_id(tensor: Tensor) -> int:
     """The identity of the memory behind a tensor, shared by its views; a data pointer does not exist for fake ones."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Run operators that no dispatch mode sees, for the bookkeeping of what watches a block's own."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def inside_transform() -> bool:
+    """Whether a `torch.func` transform (`grad`, `jvp`, `vmap`, ...) is under way: they take no saved-tensor hooks."""
+    return torch._C._functorch.maybe_current_level() is not None

@@ -3,8 +3,8 @@
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import chain, count, islice
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ckpt._compat import is_sharded
+from lightning_ckpt._compat import inside_transform, is_sharded, without_modes
 from lightning_ckpt.arguments import Arguments
+from lightning_ckpt.block_state import Buffers, Parameters
 from lightning_ckpt.policies import Policy
-from lightning_ckpt.replay_state import Environment, ReplayState, is_recomputing, recomputing, tensor_version
+from lightning_ckpt.replay_state import Environment, is_recomputing, recomputing
 from lightning_ckpt.segments import CALLED_AGAIN, Segment
 from lightning_ckpt.value_check import Comparisons, ValueCheck
+from lightning_ckpt.versions import version_of
 from lightning_ckpt.witness import Witness
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Application:
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
         self.contexts = policy.contexts()
+        self.environment: Environment | None = None  # of the latest call
         self.comparisons = Comparisons()
         self.calls = count()
         self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
@@ -86,17 +89,19 @@ class Application:
         else:
             self.segments.append([name])
 
-    def tell_of_attribute(self, where: str, kind: type, name: str, change: str) -> None:
-        """Tell, once for all blocks of a class, of an attribute that a replay has changed."""
-        if (kind, name) not in self._told:
-            self._told.add((kind, name))
-            _log.warning(
-                "The forward of a checkpointed %s changes the attribute %r, and its replay has changed it again, %s. "
-                "Buffers are put back after a replay, attributes are not: change it under `if not is_recomputing():`",
-                kind.__name__,
-                where,
-                change,
-            )
+    def tell_of_attributes(self, where: str, kind: type, changes: dict[str, str]) -> None:
+        """Tell, once for all blocks of a class, of attributes that a replay finds other than its forward found them."""
+        for name, change in changes.items():
+            if (kind, name) not in self._told:
+                self._told.add((kind, name))
+                _log.warning(
+                    "The attribute %r of a checkpointed %s changed, %s, between the start of its forward and its "
+                    "replay, which computes with what it finds and may change it once more. Buffers are put back for "
+                    "a replay, attributes are not: make it a buffer, or change it under `if not is_recomputing():`",
+                    f"{where}.{name}",
+                    kind.__name__,
+                    change,
+                )
 
     def _refuses(self, block: nn.Module, arguments: Arguments) -> str | None:
         if arguments.opaque:
@@ -148,8 +153,7 @@ class CheckpointedForward:
         self.early_stop = early_stop
         self.replaced = replaced
         self.active = True
-        self._watched = False
-        self.state = ReplayState()
+        self.buffers = Buffers()
         self._block = weakref.ref(block)
 
     @property
@@ -166,7 +170,7 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
-        if not (self.active and torch.is_grad_enabled()):
+        if not (self.active and torch.is_grad_enabled()) or inside_transform():
             return self.plain(block, *args, **kwargs)
         if torch.compiler.is_compiling():
             # The compiler tracks tensors wherever they are; keywords are kept from `checkpoint`, which has its own.
@@ -176,26 +180,13 @@ class CheckpointedForward:
             return self.plain(block, *args, **kwargs)
         segment = self.how.segment_for(self.name, block, arguments)
         tensors = arguments.take_tensors()
-        call = _Call(self, block, arguments, tensors)
+        with without_modes():
+            call = _Call(self, block, arguments, tensors)
         return segment.run(call, tensors, lambda: call.forward(tensors, args, kwargs))
 
     def plain(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
         return self.replaced(*args, **kwargs) if self.replaced else type(block).forward(block, *args, **kwargs)
-
-    @contextmanager
-    def watching_attributes(self, block: nn.Module) -> Iterator[None]:
-        """Tell, after the first replay, which of the block's simple attributes it has changed a second time."""
-        if self._watched:
-            yield
-            return
-        self._watched = True
-        before = Witness.of(block)
-        try:
-            yield
-        finally:
-            for name, change in before.changed_attributes(Witness.of(block)).items():
-                self.how.tell_of_attribute(f"{self.name}.{name}", type(block), name, change)
 
     def remove(self) -> None:
         """Give the block its own forward back; where another library has patched over this one, stand aside."""
@@ -232,8 +223,13 @@ class _Call:
         self._block = block
         self._arguments = arguments
         how = forward.how
-        self._environment = Environment((*tensors, *islice(block.parameters(), 1)), how.preserve_rng_state)
-        self._buffers = forward.state.before_forward(block)
+        devices = (*tensors, *islice(block.parameters(), 1))
+        self._environment = Environment(devices, how.preserve_rng_state, how.environment)
+        how.environment = self._environment
+        self._parameters = Parameters(block)
+        self._buffers = forward.buffers.before_forward(block)
+        # Attributes cost more to look at than they usually tell: while buffers are learned, and no longer.
+        self._witness = Witness(block) if forward.buffers.learning else None
         self._around_forward, self._around_replay = how.contexts.make()
         self._check: ValueCheck | None = None
         if how.determinism_check == "values":
@@ -241,32 +237,39 @@ class _Call:
 
     def forward(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass: it gets the caller's own objects, which it may fill."""
-        versions = [tensor_version(tensor) for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         with self._around_forward, self._check.forward() if self._check else nullcontext():
             output = self._forward.plain(self._block, *args, **kwargs)
-        self._environment.after_forward()
-        self._forward.state.after_forward(self._buffers)
+        with without_modes():
+            self._forward.buffers.after_forward(self._block, self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
-            if tensor_version(tensor) != version:
+            if version_of(tensor) != version:
                 raise self._changed_in_place(tensor)
         return output
 
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The forward pass again, on the arguments, random numbers and buffers of then."""
+        """The forward pass again, on the arguments, random numbers, parameters and buffers of then."""
+        forward, block = self._forward, self._block
         args, kwargs = self._arguments.rebuild(tensors)
-        forward = self._forward
         forward.how.contexts.on_replay()
+        if self._witness:
+            forward.how.tell_of_attributes(self.name, type(block), self._witness.changes(Witness(block)))
         with (
             recomputing(),
             self._environment.restored(),
-            forward.state.as_before(self._buffers),
-            forward.watching_attributes(self._block),
+            self._parameters.as_then(self.name),
+            forward.buffers.as_before(self._buffers),
         ):
             watch = self._check.replay() if self._check else nullcontext()
             # What watches operators comes last: the copying of buffers is none of the block's.
             with self._around_replay(), watch:
-                output = forward.plain(self._block, *args, **kwargs)
+                output = forward.plain(block, *args, **kwargs)
         return Arguments((output,), {}).take_tensors()
+
+    def saves(self, tensor: Tensor) -> None:
+        """Take note of a tensor that autograd saves, in the forward or in a replay."""
+        if self._check:
+            self._check.saves(tensor)
 
     def cause(self) -> str:
         """What may have made the latest replay differ from the forward, in words."""

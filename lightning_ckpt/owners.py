@@ -14,10 +14,10 @@ def owner_of(model: nn.Module, name: str) -> str | None:
     for where, module in _around(model, name):
         for flag in _FLAGS:
             if getattr(module, flag, False) is True:
-                return f"{flag}=True on {_quoted(where)}"
+                return f"{flag}=True{'' if where.startswith(name) else f' on {_quoted(where)}'}"
         # By name: PyTorch keeps the wrapper in a private module, and FairScale has one of the same name.
         if any(kind.__name__ == "CheckpointWrapper" for kind in type(module).__mro__):
-            return f"a CheckpointWrapper at {_quoted(where)}"
+            return f"a CheckpointWrapper{'' if where.startswith(name) else f' at {_quoted(where)}'}"
     return None
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ckpt._compat import DropoutBase
 from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
@@ -118,10 +119,11 @@ def checkpoint_blocks(
     covered = [(name, block) for name, block in found if left_alone[name] is None]
     if not preserve_rng_state:
         _warn_of_chance(covered)
+    portions = (Portion(name, type(block).__name__, _count(block), left_alone[name]) for name, block in found)
+    coverage = Coverage(str(policy), tuple(portions), _count(model))
     application = Application(policy, policy.span(len(covered)), preserve_rng_state, determinism_check)
     forwards = {name: _replace(block, name, application) for name, block in covered}
-    portions = (Portion(name, type(block).__name__, _count(block), left_alone[name]) for name, block in found)
-    return CheckpointedBlocks(forwards, application, Coverage(str(policy), tuple(portions), _count(model)))
+    return CheckpointedBlocks(forwards, application, coverage)
 
 
 def check_options(
@@ -202,4 +204,5 @@ def _replace(block: nn.Module, name: str, application: Application) -> Checkpoin
 
 
 def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    """The number of parameters, those that a lazy module has not made yet left out."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from lightning_ckpt._compat import SavedInput, early_stop_is_on, who_saves
 from lightning_ckpt.arguments import Arguments
-from lightning_ckpt.replay_state import tensor_version
+from lightning_ckpt.value_check import Differs
+from lightning_ckpt.versions import version_of
 
 CALLED_AGAIN = "it is called a second time on the way, as a shared block is"
 
@@ -36,6 +37,9 @@ class Call(Protocol):
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Call the block again with `tensors` in the places of those it was given, and return those of its output."""
 
+    def saves(self, tensor: Tensor) -> None:
+        """Take note of a tensor that autograd saves, in the forward or in a replay."""
+
     def cause(self) -> str:
         """What may have made the latest replay differ from the forward, in words."""
 
@@ -44,7 +48,7 @@ class _Stop(BaseException):
     """Ends a replay that has all that backward needs. No `Exception`: a block's own handlers must not catch it."""
 
 
-class _Differs(BaseException):
+class _SavesOther(BaseException):
     """Ends a replay that does not save what the forward saved; becomes an error once it is out of the block."""
 
 
@@ -137,6 +141,7 @@ class Segment:
         self._held.append(weakref.ref(held))
         if self._compare_kinds:
             self._kinds.append(_kind(tensor))
+        self._steps[-1].call.saves(tensor)
         return held
 
     def _bring_back(self, held: _Held) -> Tensor:
@@ -144,28 +149,34 @@ class Segment:
         if held.tensor is None:
             self._replay()
         tensor, held.tensor = held.tensor, None
-        assert tensor is not None, "a replay fills every place that is still wanted, or raises"
+        if tensor is None:
+            raise CheckpointError(
+                "A tensor of a checkpointed block whose forward ended in an exception is needed in backward: what such "
+                "a forward has made can't be replayed."
+            )
         return tensor
 
     def _replay(self) -> None:
         filling = _Filling(self._held, self._kinds, self._early_stop)
-        call = self._steps[0].call
         try:
             results: Sequence[Tensor] = ()
             for step in self._steps:
-                call = step.call
+                filling.call = step.call
                 tensors = _given(step, results)
                 # A hook for each call, as in the forward: segments inside must be the same in both.
                 with saved_tensors_hooks(filling.take, _as_it_is), torch.enable_grad():
-                    results = call.replay(tensors)
+                    results = step.call.replay(tensors)
             filling.check_complete()
         except _Stop:
             return
-        except _Differs as how:
-            message = (
-                f"The replay of block {call.name!r} differs from its forward: {how}. Likely cause: {call.cause()}."
-            )
-            raise CheckpointError(message) from None
+        except Differs as differs:
+            raise CheckpointError(str(differs)) from None
+        except _SavesOther as how:
+            assert filling.call is not None, "only calls save tensors"
+            raise CheckpointError(
+                f"The replay of block {filling.call.name!r} differs from its forward: {how}. Likely cause: "
+                f"{filling.call.cause()}."
+            ) from None
 
 
 def _given(step: _Step, results: Sequence[Tensor]) -> list[Tensor]:
@@ -185,6 +196,7 @@ class _Filling:
     """Puts what a replay saves into the places that the forward held."""
 
     def __init__(self, held: list[weakref.ref[_Held]], kinds: list[Any], early_stop: bool) -> None:
+        self.call: Call | None = None
         self._held = held
         self._kinds = kinds
         self._early_stop = early_stop
@@ -193,6 +205,8 @@ class _Filling:
 
     def take(self, tensor: Tensor) -> Tensor:
         index, self._taken = self._taken, self._taken + 1
+        if self.call:
+            self.call.saves(tensor)
         tensor = tensor.detach() if tensor.requires_grad else tensor
         if index < self._wanted:
             self._compare(index, tensor)
@@ -205,21 +219,21 @@ class _Filling:
     def _compare(self, index: int, tensor: Tensor) -> None:
         if self._kinds and self._kinds[index] != _kind(tensor):
             then, now = self._kinds[index], _kind(tensor)
-            raise _Differs(f"saved tensor {index} was {_words(then)}, and is {_words(now)} now")
+            raise _SavesOther(f"saved tensor {index} was {_words(then)}, and is {_words(now)} now")
 
     def check_complete(self) -> None:
         if self._taken < self._wanted:
-            raise _Differs(f"it saved {self._taken} tensors for backward instead of {self._wanted}")
+            raise _SavesOther(f"it saved {self._taken} tensors for backward instead of {self._wanted}")
 
 
 def _watched(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
-    return [(weakref.ref(tensor), tensor_version(tensor)) for tensor in tensors]
+    return [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors]
 
 
 def _find(tensor: Tensor, watched: Sequence[tuple[weakref.ref[Tensor], int]]) -> int | None:
     """The place of a tensor among those watched, if it was not changed in place since."""
     for place, (known, version) in enumerate(watched):
-        if known() is tensor and tensor_version(tensor) == version:
+        if known() is tensor and version_of(tensor) == version:
             return place
     return None
 

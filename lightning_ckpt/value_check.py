@@ -5,6 +5,7 @@ one in the replay take a digest of each operator's results, on the device. Opera
 they come; the digests, once, when backward ends.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_ckpt._compat import OpOverload, TorchDispatchMode, at_the_end_of_backward, backward_under_way
+from lightning_ckpt._compat import (
+    OpOverload,
+    TorchDispatchMode,
+    at_the_end_of_backward,
+    backward_under_way,
+    storage_id,
+    without_modes,
+)
 from lightning_ckpt.witness import Witness
 
 # Results that nobody wrote yet: any value is as good as another.
@@ -45,11 +53,19 @@ _CASTS = "autocast, or a dtype that the block decides on, differs"
 _LANES = 64
 
 
+# Stands among the operators for what autograd saves: a value may differ that no operator of a stopped replay shows.
+_SAVED = "a tensor saved for backward"
+
+
+class Differs(BaseException):
+    """Ends a replay that differs. No `Exception`: the block's own handlers must not catch it."""
+
+
 @dataclass(frozen=True)
 class _Operator:
     """One operator call: what ran, whether gradients were recorded, and what it gave."""
 
-    op: OpOverload
+    op: OpOverload | str
     gradients: bool
     kinds: tuple[tuple[torch.dtype, torch.Size], ...]
 
@@ -66,7 +82,8 @@ class Comparisons:
     """The digests of replays that wait for the end of their backward pass, to be compared at once."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[ValueCheck]] = {}
+        # Held weakly: a backward pass that fails never comes to its end, and its graph keeps what is needed.
+        self._waiting: dict[int, list[weakref.ref[ValueCheck]]] = {}
 
     def add(self, check: "ValueCheck") -> None:
         """Compare a check's digests when the running backward pass ends."""
@@ -74,12 +91,16 @@ class Comparisons:
         if backward == -1:
             return  # somebody looks at a saved tensor outside of a backward pass
         if backward not in self._waiting:
+            self._waiting = {number: kept for number, kept in self._waiting.items() if any(ref() for ref in kept)}
             self._waiting[backward] = []
             at_the_end_of_backward(partial(self._compare, backward))
-        self._waiting[backward].append(check)
+        self._waiting[backward].append(weakref.ref(check))
 
     def _compare(self, backward: int) -> None:
-        checks = sorted(self._waiting.pop(backward), key=lambda check: check.order)
+        alive = [check for reference in self._waiting.pop(backward) if (check := reference())]
+        checks = sorted(alive, key=lambda check: check.order)
+        if not checks:
+            return
         digests = [check.digests() for check in checks]
         different = [(then.to(now.device) != now).any(1) for then, now in digests]
         flags = torch.cat([flag.to(different[0].device) for flag in different]).cpu()  # the one synchronisation
@@ -111,19 +132,28 @@ class ValueCheck:
         self._preserves = preserve_rng_state
         self._comparisons = comparisons
         self._then, self._now = _Trace(), _Trace()
+        self._watch: _Watch | None = None
         self._before = self._seen()
         self._after = self._before
 
     def forward(self) -> TorchDispatchMode:
         """The mode that watches the forward."""
-        return _Watch(self._then, lambda operator: None)
+        self._watch = _Watch(self._then, lambda operator: None)
+        return self._watch
+
+    def saves(self, tensor: Tensor) -> None:
+        """Take note of a tensor that autograd saves, in the forward or in a replay."""
+        if self._watch:
+            self._watch.note_saved(tensor)
 
     def replay(self) -> TorchDispatchMode:
         """The mode that watches a replay and compares what can be compared without waiting for the device."""
         self._now = _Trace()
-        self._after = self._seen()
+        with without_modes():
+            self._after = self._seen()
         self._comparisons.add(self)
-        return _Watch(self._now, self._follow)
+        self._watch = _Watch(self._now, self._follow)
+        return self._watch
 
     def digests(self) -> tuple[Tensor, Tensor]:
         """Forward's and replay's, one row an operator, as far as the replay went."""
@@ -133,28 +163,28 @@ class ValueCheck:
 
     def error_of(self, index: int) -> CheckpointError:
         """The error for the operator at a place among those that ran."""
-        return self._error(index, "gave other values than in the forward")
+        return CheckpointError(self._text(index, "gave other values than in the forward"))
 
     def _seen(self) -> tuple[Witness, dict[str, Tensor]]:
         buffers = {name: _digest([buffer]) for name, buffer in self._block.named_buffers()}
-        return Witness.of(self._block), buffers
+        return Witness(self._block), buffers
 
     def _follow(self, operator: _Operator) -> None:
         index = len(self._now.operators)
         if index >= len(self._then.operators):
-            raise self._error(index - 1, f"was the forward's last, and the replay goes on with {operator.op}")
+            raise self._differs(index - 1, f"was the forward's last, and the replay goes on with {operator.op}")
         expected = self._then.operators[index]
         if operator.op is not expected.op:
             casts = torch.ops.aten._to_copy.default in (operator.op, expected.op)
-            raise self._error(index, f"is {operator.op} in the replay", _CASTS if casts else None)
+            raise self._differs(index, f"is {operator.op} in the replay", _CASTS if casts else None)
         if operator.gradients != expected.gradients:
             state = {True: "on", False: "off"}
             what = f"ran with gradients {state[expected.gradients]}, and its replay with gradients "
-            raise self._error(
+            raise self._differs(
                 index, what + state[operator.gradients], "the block turns gradients on or off by a global"
             )
         if operator.kinds != expected.kinds:
-            raise self._error(
+            raise self._differs(
                 index,
                 f"gave {_listed(expected)}, and gives {_listed(operator)} now",
                 self._of_kinds(operator, expected),
@@ -167,32 +197,41 @@ class ValueCheck:
             return "something grew that the block keeps or was given, such as a key-value cache"
         return None
 
-    def _error(self, index: int, what: str, cause: str | None = None) -> CheckpointError:
+    def _differs(self, index: int, what: str, cause: str | None = None) -> Differs:
+        with without_modes():  # the watch itself among them
+            return Differs(self._text(index, what, cause))
+
+    def _text(self, index: int, what: str, cause: str | None = None) -> str:
         operators = self._then.operators
         op = operators[index].op
-        call = Counter(operator.op for operator in operators[: index + 1])[op]
-        unpreserved = torch.Tag.nondeterministic_seeded in op.tags and not self._preserves
+        calls = Counter(operator.op for operator in operators[: index + 1])
+        place = "" if isinstance(op, str) else f" and operator {calls.total() - calls[_SAVED]} of the block"
+        unpreserved = isinstance(op, OpOverload) and _is_random(op) and not self._preserves
         likely = (None if unpreserved else self.visible_cause() or cause) or self._cause_of(op)
-        return CheckpointError(
-            f"The replay of block {self._name!r} ({type(self._block).__name__}) differs from its forward: {op}, call "
-            f"{call} of it and operator {index + 1} of the block, {what}. Likely cause: {likely}."
+        return (
+            f"The replay of block {self._name!r} ({type(self._block).__name__}) differs from its forward: {op}, "
+            f"{'number' if isinstance(op, str) else 'call'} {calls[op]}{' of it' + place if place else ''}, {what}. "
+            f"Likely cause: {likely}."
         )
 
     def visible_cause(self) -> str | None:
         """What can be seen to have changed between forward and the latest replay, in words."""
         (then, buffers), (now, later_buffers) = self._before, self._after
-        if changed := then.changed_attributes(now):
+        if changed := then.changes(now):
             listed = ", ".join(f"{name!r} {change}" for name, change in changed.items())
             return f"an attribute changed between forward and replay: {listed}"
-        if written := then.changed_parameters(now):
-            return f"parameters changed between forward and backward: {', '.join(map(repr, written))}"
         moved = [
             name for name in buffers.keys() & later_buffers.keys() if not _same(buffers[name], later_buffers[name])
         ]
         return f"a buffer changed behind autograd's back: {', '.join(map(repr, moved))}" if moved else None
 
-    def _cause_of(self, op: OpOverload) -> str:
-        if torch.Tag.nondeterministic_seeded in op.tags:
+    def _cause_of(self, op: OpOverload | str) -> str:
+        if isinstance(op, str):
+            return (
+                "a context that was entered around the forward and is not there in backward, such as a "
+                "TorchFunctionMode, or a function compiled by torch.jit.script that runs for the first time"
+            )
+        if _is_random(op):
             if not self._preserves:
                 return "random numbers are not preserved; leave preserve_rng_state on"
             return "it draws from a generator of its own, or the block seeds the global one"
@@ -202,6 +241,10 @@ class ValueCheck:
         return "random numbers of Python or NumPy, or a global or an object that the block reads"
 
 
+def _is_random(op: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
 class _Watch(TorchDispatchMode):
     """Writes down what runs, and a digest of what it gives."""
 
@@ -209,30 +252,47 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._compare = compare
+        self._scratch: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, OpOverload) and not _says_nothing(func):
-            self._note(func, list(_tensors(_without_scratch(func, result))))
+        if isinstance(func, OpOverload) and not _is_view(func):
+            results, scratch = _apart(func, result)
+            self._scratch.difference_update(map(storage_id, results))
+            self._scratch.update(map(storage_id, scratch))
+            if results or not scratch:
+                self._note(func, results)
         return result
 
-    def _note(self, op: OpOverload, results: list[Tensor]) -> None:
+    def note_saved(self, tensor: Tensor) -> None:
+        """Write down a tensor that autograd saves."""
+        if type(tensor) is Tensor and storage_id(tensor) not in self._scratch:
+            self._note(_SAVED, [tensor])
+
+    def _note(self, op: OpOverload | str, results: list[Tensor]) -> None:
         operator = _Operator(op, torch.is_grad_enabled(), tuple((t.dtype, t.shape) for t in results))
         self._compare(operator)
         self._trace.operators.append(operator)
-        self._trace.digests.append(_digest(results))
+        with without_modes():  # what it takes to make a digest is none of the block's
+            self._trace.digests.append(_digest(results))
 
 
 @cache
-def _says_nothing(op: OpOverload) -> bool:
-    """Whether an operator's result is no news: uninitialised memory, or a view of something seen before."""
+def _is_view(op: OpOverload) -> bool:
+    """Whether an operator's result is a view of something seen before."""
     views = [result.alias_info is not None and not result.alias_info.is_write for result in op._schema.returns]
-    return str(op.overloadpacket) in _UNINITIALISED or (bool(views) and all(views))
+    return bool(views) and all(views)
 
 
-def _without_scratch(op: OpOverload, result: Any) -> Any:
-    place = _SCRATCH.get(str(op.overloadpacket))
-    return result if place is None else (*result[:place], *result[place + 1 :])
+def _apart(op: OpOverload, result: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """An operator's results, and what among them is memory that nobody has written to, or scratch."""
+    name = str(op.overloadpacket)
+    if name in _UNINITIALISED:
+        return [], list(_tensors(result))
+    if name not in _SCRATCH:
+        return list(_tensors(result)), []
+    place = _SCRATCH[name]
+    return list(_tensors((*result[:place], *result[place + 1 :]))), list(_tensors(result[place]))
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

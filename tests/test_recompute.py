@@ -573,7 +573,7 @@ def test_a_model_checkpointed_by_its_owner_is_left_alone() -> None:
     assert len(warned) == 1
     wrapped = mlp()
     wrapped[1] = checkpoint_wrapper(wrapped[1])
-    with pytest.warns(UserWarning, match=r"Left alone: 1: .* a CheckpointWrapper at '1'"):
+    with pytest.warns(UserWarning, match=r"Left alone: 1: .* a CheckpointWrapper"):
         assert checkpoint_blocks(wrapped, blocks=["0", "1", "2"]).blocks == ("0", "2")
 
 

@@ -82,7 +82,6 @@ def test_it_fits_twice_and_leaves_model_and_trainer_as_found(make: Callable[[], 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_it_fits_after_an_exception(make: Callable[[], Callback], error: type[BaseException]) -> None:
     """The user's error comes through as it is; the model is as a plain trainer leaves it, and the next fit works."""
-
     failed: list[nn.Module] = []  # not on the module, where a search would put it back
 
     class Fails(Language):
