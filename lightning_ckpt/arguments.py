@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Arguments:
     """The positional and keyword arguments of one call, as they were when it was made.
 
     Containers are copied, since callers fill and change them between one block and the next: tuples, named tuples,
-    lists, deques, dicts, namespaces, dataclasses, and key-value caches as Hugging Face has them. Any other object is
-    passed on as it is.
+    lists, deques, dicts, dataclasses, key-value caches as Hugging Face has them, and objects with tensors for
+    attributes. Any other object is passed on as it is. PyTorch's own pytree would stop at most of these.
 
     Attributes:
         tensors: every tensor among the arguments once, in the order of their first appearance.
@@ -99,7 +99,7 @@ def _rebuilt(value: Any, visit: Callable[[Any], Any]) -> Any:
         return copied
     if is_dataclass(value) and not isinstance(value, type):
         return _copied(value, {f.name: visit(getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)})
-    if isinstance(value, SimpleNamespace | UserDict) or _is_cache(value):
+    if isinstance(value, SimpleNamespace | UserDict) or _is_cache(value) or _holds_tensors(value):
         return _copied(value, {name: visit(part) for name, part in vars(value).items()})
     return value
 
@@ -107,6 +107,13 @@ def _rebuilt(value: Any, visit: Callable[[Any], Any]) -> Any:
 def _is_cache(value: Any) -> bool:
     """Whether a value is a key-value cache, which every layer of a Hugging Face model writes to."""
     return hasattr(type(value), "get_seq_length") and hasattr(type(value), "update")
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is an object with tensors for attributes: a graph, a distribution, a user's own batch."""
+    if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(part, Tensor | _Slot) for part in vars(value).values())
 
 
 def _copied(value: Any, parts: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_ckpt._compat import NormBase, is_sharded, without_modes
@@ -60,7 +61,7 @@ class Parameters:
 def _parameters(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
     for module in block.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and not is_lazy(parameter):
                 yield module, name, parameter, version_of(parameter)
 
 
@@ -75,12 +76,13 @@ class _Values:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """One buffer as a forward found it; no values where there was none under that name."""
+    """One buffer as a forward found it; no values where it was `None`, or not there at all."""
 
     module: nn.Module
     name: str
     found: _Values | None
     known: bool = False
+    there: bool = True
 
     @property
     def key(self) -> _Key:
@@ -138,7 +140,7 @@ class Buffers:
         if self.learning:
             listed = {buffer.key for buffer in before}
             made = ((m, name) for m in block.modules() for name in m._buffers if (id(m), name) not in listed)
-            before += [_Buffer(module, name, None) for module, name in made if module.training or not _is_norm(module)]
+            before += [_Buffer(m, name, None, there=False) for m, name in made if m.training or not _is_norm(m)]
         for buffer in before:
             if buffer.key in self._changing:
                 continue
@@ -168,14 +170,18 @@ class Buffers:
             scratch = {key: copy.clone() for key, copy in found.items()}
         try:
             for buffer in swapped:
-                buffer.module._buffers[buffer.name] = scratch.get(id(buffer.found))
+                _put(buffer, scratch.get(id(buffer.found)), buffer.there)
             yield
         finally:
             for buffer, was_there, now in live:
-                if was_there:
-                    buffer.module._buffers[buffer.name] = now
-                else:
-                    buffer.module._buffers.pop(buffer.name, None)
+                _put(buffer, now, was_there)
+
+
+def _put(buffer: _Buffer, value: Tensor | None, there: bool) -> None:
+    if there:
+        buffer.module._buffers[buffer.name] = value
+    else:
+        buffer.module._buffers.pop(buffer.name, None)
 
 
 def _now(buffer: _Buffer) -> Tensor | None:

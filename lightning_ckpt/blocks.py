@@ -87,7 +87,7 @@ def _outermost(found: list[Named]) -> list[Named]:
         else:
             kept.append((name, module))
     if inside:
-        _log.info("Blocks inside another selected block are left to the outer one: %s", ", ".join(inside))
+        _log.warning("Blocks inside another selected block are left to the outer one: %s", ", ".join(inside))
     return kept
 
 

@@ -109,7 +109,7 @@ def verify_gradients(
             elsewhere a tensor may differ by as much as between two plain runs, whose kernels add up in any order.
 
     Raises:
-        ValueError: there is no loss to run, or no block to checkpoint.
+        ValueError: there is no loss to run, or no block that can be checkpointed.
 
     Example:
         >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(3)]
@@ -120,7 +120,7 @@ def verify_gradients(
     step = loss_fn or _training_step(module)
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     found = Snapshot([module], device=device)
-    existing = checkpointed_forwards(module)
+    existing = [forward for forward in checkpointed_forwards(module) if forward.active]
 
     def run() -> dict[str, Tensor]:
         try:
@@ -142,6 +142,8 @@ def verify_gradients(
     else:
         with checkpoint_blocks(module, policy, blocks=blocks) as handle:
             names = handle.blocks
+            if not names:
+                raise ValueError("no block is checkpointed, so there is nothing to verify; the warning above says why")
             ours = run()
     compared = [
         Comparison(

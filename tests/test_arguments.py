@@ -68,6 +68,26 @@ def test_a_key_value_cache_is_replayed_as_it_was() -> None:
     assert cache.get_seq_length() == 2
 
 
+class Graph:
+    """A user's own batch."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.size, self.edges = x, len(x), {"index": x.long()}
+
+
+def test_an_object_with_tensors_is_replayed_as_it_was() -> None:
+    """`data.x = layer(data.x)` in one block after the other: each replay begins with its own."""
+    x = torch.ones(2)
+    graph = Graph(x)
+    arguments = Arguments((graph, torch.distributions.Normal(x, x)), {})
+    graph.x = torch.zeros(2)
+    (rebuilt, normal), _ = arguments.rebuild(arguments.take_tensors())
+    assert rebuilt is not graph
+    assert isinstance(rebuilt, Graph)
+    assert rebuilt.x is normal.loc is x
+    assert rebuilt.size == 2
+
+
 def test_other_objects_are_passed_on_as_they_are() -> None:
     """An object whose meaning is its identity, a module say, is never copied."""
     layer = torch.nn.Linear(1, 1)

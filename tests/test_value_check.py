@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from equality import assert_equal, trace, twins
@@ -148,6 +149,22 @@ def test_a_mode_that_the_block_decides_on(mode: str) -> None:
         "autocast": r"_to_copy\.default, .* is a tensor saved for backward in the replay. Likely cause: autocast, or a",
     }
     assert re.search(expected[mode], said)
+
+
+def test_a_function_mode_that_is_not_there_in_backward() -> None:
+    """Entered around the forward alone, it doubles `tanh` there; seen in what autograd saves next."""
+
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.tanh else result
+
+    model = chain(lambda self, y: self.layer(torch.tanh(y)))
+    with Doubling():
+        loss = run(model)
+    said = error_of(loss)
+    assert "a tensor saved for backward, number" in said or "is a tensor saved for backward" in said
+    assert "TorchFunctionMode" in said or "aten.mul" in said
 
 
 def test_python_random_numbers() -> None:

@@ -102,6 +102,17 @@ def test_everything_is_left_as_found() -> None:
     assert not any("forward" in part.__dict__ for part in module.modules())
 
 
+def test_a_model_of_which_nothing_is_checkpointed_proves_nothing() -> None:
+    """Its owner checkpoints it already: an error, and no "equal"."""
+    model = mlp()
+    model.gradient_checkpointing = True
+    with (
+        pytest.warns(UserWarning, match="checkpointed by its owner"),
+        pytest.raises(ValueError, match="no block is checkpointed, so there is nothing to verify"),
+    ):
+        verify_gradients(model, torch.randn(4, 64), total)
+
+
 def test_a_tolerance_is_a_choice() -> None:
     """What is allowed decides, tensor by tensor."""
     result = verify_gradients(nn.Sequential(Noisy(), Noisy()), torch.randn(4, 8), total, tolerance=1e9)
