@@ -26,6 +26,8 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/depth_scaling.py
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing PyTorch, Lightning and the tools into .venv: minutes the first time, nothing afterwards."

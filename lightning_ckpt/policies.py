@@ -172,7 +172,7 @@ class SelectiveOps:
         ValueError: an unknown preset or operator, or an empty list.
     """
 
-    save: str | Sequence[Operator] = "compute"
+    save: Operator | Sequence[Operator] = "compute"
 
     def __post_init__(self) -> None:
         if isinstance(self.save, str) and self.save not in _PRESETS and "." not in self.save:
@@ -180,8 +180,12 @@ class SelectiveOps:
                 f"SelectiveOps(save={self.save!r}): accepted are the presets {', '.join(map(repr, _PRESETS))}, "
                 'an operator such as "aten.mm", or a list of operators'
             )
-        if not self.save:
-            raise ValueError(f"SelectiveOps(save={self.save!r}): accepted is a list of at least one operator")
+        if isinstance(self.save, OpOverload | OpOverloadPacket):
+            object.__setattr__(self, "save", str(self.save))
+        if not isinstance(self.save, str | Iterable) or not self.save:
+            raise ValueError(
+                f"SelectiveOps(save={self.save!r}): accepted are a preset, an operator, and a list of at least one"
+            )
         self._listed()
         if not isinstance(self.save, str):
             # By name: names compare, pickle and go into a run's config; `str` of an operator is its name.
@@ -251,7 +255,8 @@ class SelectiveOps:
         """The overloads to keep, by the name the user gave; a preset has no names, only what this PyTorch knows."""
         if isinstance(self.save, str) and self.save in _PRESETS:
             return {"": _resolve_all(_PRESETS[self.save])}
-        operators = (self.save,) if isinstance(self.save, str) else self.save
+        one = isinstance(self.save, str | OpOverload | OpOverloadPacket)
+        operators: Iterable[Any] = (self.save,) if one else self.save  # type: ignore[assignment]
         return {str(operator): _resolve(operator) for operator in operators}
 
 

@@ -101,7 +101,10 @@ class Segment:
             # A result of this segment in another guise would make the graph hold the segment, and the segment the
             # graph: nothing would ever be freed.
             if tensor.grad_fn is not None and self._place(tensor) is None and not self._began_with(tensor):
-                return "it takes another tensor with a gradient, which may come from inside the segment"
+                return (
+                    "it takes another tensor with a gradient, which may come from inside the segment (of a key-value "
+                    "cache, say: turn off use_cache)"
+                )
         return None
 
     @property

@@ -21,7 +21,10 @@ def parse_size(size: str | int, *, name: str = "size") -> int:
     match = _SIZE.fullmatch(str(size)) if isinstance(size, str | int) and not isinstance(size, bool) else None
     number = float(match[1]) * UNITS[match[2] or "B"] if match else 0.0
     if number < 1 or not number.is_integer():
-        raise ValueError(f'{name}={size!r} is not a size: give bytes, or a number with {", ".join(UNITS)}, like "8MiB"')
+        raise ValueError(
+            f"{name}={size!r} is not a size: give a whole number of bytes, at least 1, or a number with "
+            f'{", ".join(UNITS)}, like "8MiB"'
+        )
     return int(number)
 
 

@@ -117,6 +117,8 @@ def verify_gradients(
         >>> verify_gradients(model, torch.randn(2, 4), lambda model, x: model(x).sum()).equal
         True
     """
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance!r}: accepted are None and a difference of at least 0")
     step = loss_fn or _training_step(module)
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     found = Snapshot([module], device=device)
@@ -173,7 +175,7 @@ def _training_step(module: nn.Module) -> LossFn:
         with warnings.catch_warnings():
             # Outside of a trainer there is nobody to log to.
             warnings.filterwarnings("ignore", ".*self.log.*trainer.* is not registered")
-            output = step(batch, 0) if "batch_idx" in inspect.signature(step).parameters else step(batch)
+            output = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
         return output["loss"] if isinstance(output, dict) else output  # type: ignore[no-any-return]
 
     return loss
@@ -187,7 +189,8 @@ def _run(module: nn.Module, batch: Any, step: LossFn) -> dict[str, Tensor]:
         parameter.grad = None
     loss = step(module, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(f"the step gave {loss!r}: accepted is a loss, a tensor of one element")
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"the step gave {given}: accepted is a loss, a tensor of one element, such as output.loss")
     loss.backward()
     seen = {"loss": loss.detach().clone()}
     seen |= {f"gradient of {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

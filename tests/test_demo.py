@@ -25,7 +25,7 @@ EVERYWHERE = {
     "batch_size/per_device",
     "batch_size/global",
 }
-HOST = {"memory/peak_rss_gib"}
+HOST = {"memory/peak_rss_gib", "memory/headroom_gib", "memory/peak_fraction"}
 ACCELERATOR = {
     "memory/peak_allocated_gib",
     "memory/peak_reserved_gib",

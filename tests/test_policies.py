@@ -71,7 +71,8 @@ def test_a_choice_the_model_does_not_have_is_refused_when_applied(policy: Full) 
         ("compte", r"save='compte'.*presets 'compute', 'attention', 'every_other_matmul'"),
         ("aten.adm", r"no such operator; the nearest name is aten\.\w+"),
         ("nowhere.mm", r"no such operator"),
-        ([], r"at least one operator"),
+        ([], r"a list of at least one"),
+        (3, r"save=3\): accepted are a preset, an operator"),
         ([3], r"names such as \"aten\.mm\" and operators such as torch\.ops\.aten\.mm"),
     ],
 )
@@ -84,6 +85,7 @@ def test_selective_refuses_operators_that_do_not_exist(save: Any, text: str) -> 
 def test_policies_are_values() -> None:
     """They compare, hash and pickle, operators by their names."""
     assert SelectiveOps([torch.ops.aten.mm]) == SelectiveOps(["aten.mm"])
+    assert SelectiveOps(torch.ops.aten.mm) == SelectiveOps("aten.mm")
     for policy in (Full(select=[1, 2]), SelectiveOps([torch.ops.aten.mm.default])):
         assert pickle.loads(pickle.dumps(policy)) == policy
         assert hash(policy)

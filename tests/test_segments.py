@@ -396,7 +396,7 @@ def test_a_tensor_made_inside_a_segment_is_not_taken_along(caplog: pytest.LogCap
     assert equal_steps(lambda: Gating([Gated() for _ in range(4)]), 4) == [1, 3]
     assert _lines(caplog) == [
         "Block 'blocks.1' starts a segment of its own, though 4 were to span one: it takes another tensor with a "
-        "gradient, which may come from inside the segment"
+        "gradient, which may come from inside the segment (of a key-value cache, say: turn off use_cache)"
     ]
 
 

@@ -17,7 +17,10 @@ def test_a_size_is_bytes_or_a_number_with_a_binary_unit(text: str | int, size: i
 @pytest.mark.parametrize("text", ["8MB", "8 gib", "", "MiB", "-1MiB", "0", "0.5", 0, True, 1.5, None])
 def test_anything_else_is_refused_with_what_is_accepted(text: object) -> None:
     """The error names the argument, the value and the units."""
-    with pytest.raises(ValueError, match=r"activation=.* is not a size: give bytes, or a number with B, KiB, MiB"):
+    with pytest.raises(
+        ValueError,
+        match=r"activation=.* is not a size: give a whole number of bytes, at least 1, or a number with B, KiB, MiB",
+    ):
         parse_size(text, name="activation")  # type: ignore[arg-type]
 
 

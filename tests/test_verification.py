@@ -52,6 +52,22 @@ def test_a_lightning_module_brings_its_own_step(kind: type) -> None:
     assert verify_gradients(module, next(iter(module.train_dataloader()))).equal
 
 
+def test_the_batch_index_goes_by_position() -> None:
+    """As Lightning passes it, whatever its name; a step without one gets none."""
+
+    class Unnamed(Images):
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return self.net(batch[0]).square().mean() + _
+
+    class Without(Images):
+        def training_step(self, batch: Any) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+    batch = next(iter(Images().train_dataloader()))
+    assert verify_gradients(Unnamed(), batch).equal
+    assert verify_gradients(Without(), batch).equal
+
+
 def test_a_replay_that_differs_is_shown_by_tensor() -> None:
     """The worst comes first, the error names what differs and where to look."""
     torch.manual_seed(0)
@@ -114,7 +130,9 @@ def test_a_model_of_which_nothing_is_checkpointed_proves_nothing() -> None:
 
 
 def test_a_tolerance_is_a_choice() -> None:
-    """What is allowed decides, tensor by tensor."""
+    """What is allowed decides, tensor by tensor; less than nothing can't be."""
+    with pytest.raises(ValueError, match=r"tolerance=-1: accepted are None and a difference of at least 0"):
+        verify_gradients(mlp(), torch.randn(4, 64), total, tolerance=-1)
     result = verify_gradients(nn.Sequential(Noisy(), Noisy()), torch.randn(4, 8), total, tolerance=1e9)
     assert result.equal
     assert not Verification((Comparison("loss", 0.2, 0.1),), ()).equal
@@ -130,7 +148,13 @@ def test_a_tolerance_is_a_choice() -> None:
             r"Sequential has no training_step: give verify_gradients\(module, batch, loss",
         ),
         (Adversaries(), [torch.randn(2, 64)], None, r"Adversaries optimizes by hand.*give verify_gradients"),
-        (mlp(), torch.randn(2, 64), lambda m, x: m(x), r"accepted is a loss, a tensor of one element"),
+        (mlp(), torch.randn(2, 64), lambda m, x: m(x), r"gave a tensor of shape \(2, 64\): accepted is a loss"),
+        (
+            mlp(),
+            torch.randn(2, 64),
+            lambda m, x: {"loss": 1},
+            r"gave a dict: accepted is a loss, .* such as output\.loss",
+        ),
         (nn.Linear(2, 2), torch.randn(2, 2), total, r"No repeated block was found in Linear"),
     ],
 )

@@ -18,13 +18,14 @@ TARGET_HELP = "module:factory or path/file.py:factory, a function or class that 
 def load_model(target: str) -> nn.Module:
     """Return the model that the target's factory makes.
 
-    A factory may return a tuple whose first item is the model. Layers that a LightningModule makes in
-    `configure_model` are made.
+    A factory may return a tuple whose first item is the model, and a module is taken as it is. Layers that a
+    LightningModule makes in `configure_model` are made.
 
     Raises:
         UsageError: the target can't be found, its code fails, or what it makes is no module.
     """
-    made = _called(_factory(target), target)
+    factory = _factory(target)
+    made = factory if isinstance(factory, nn.Module) else _called(factory, target)
     model = made[0] if isinstance(made, tuple) and made else made
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target}: returned a {type(model).__name__}: return a torch.nn.Module or a LightningModule")

@@ -161,6 +161,12 @@ def test_it_runs_with_several_loggers_and_with_fast_dev_run(make: Callable[[], C
 
 YAML = """
 trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
   callbacks:
     - class_path: lightning_ckpt.ActivationCheckpointing
       init_args:
@@ -202,3 +208,6 @@ def test_a_lightning_cli_file_sets_every_callback(tmp_path: Path, monkeypatch: p
         assert isinstance(monitor, StepMonitor)
         assert isinstance(tuner, BatchSizeTuner)
         assert tuner.headroom == 0.2
+    del cli.trainer.callbacks[1]  # a second plan for the same model, for the sake of parsing
+    cli.trainer.fit(cli.model)
+    assert cli.trainer.global_step == 4

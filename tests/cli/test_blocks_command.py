@@ -42,6 +42,7 @@ def no_model():
     return 3
 
 number = 3
+made = Net()
 """
 
 
@@ -89,6 +90,11 @@ def test_layers_made_in_configure_model_are_seen(capsys: pytest.CaptureFixture[s
 def test_a_factory_may_return_more_than_the_model(capsys: pytest.CaptureFixture[str], models: str) -> None:
     """The first of a tuple is the model."""
     assert len(listed(capsys, f"{models}:with_a_batch")) == 3
+
+
+def test_a_model_that_is_made_already_is_taken(capsys: pytest.CaptureFixture[str], models: str) -> None:
+    """A module at the top of a script is no factory to call."""
+    assert len(listed(capsys, f"{models}:made")) == 3
 
 
 def test_a_target_can_be_a_module(

@@ -80,7 +80,7 @@ def test_json_holds_every_number_in_bytes(capsys: pytest.CaptureFixture[str]) ->
     [
         (
             ["explain", "--activation", "8MB"],
-            "explain: activation='8MB' is not a size: give bytes, or a number with B,",
+            "explain: activation='8MB' is not a size: give a whole number of bytes, at least 1, or a number with B,",
         ),
         (["explain", "--segments", "17"], "explain: segments=17 is more than layers=16"),
         (["explain", "--layers", "0"], "explain: layers=0 is too small"),
