@@ -47,7 +47,7 @@ class Application:
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
         self.contexts = policy.contexts()
-        self.environment: Environment | None = None  # of the latest call
+        self.latest: weakref.ref[Environment] | None = None  # of the latest call, while its graph lives
         self.comparisons = Comparisons()
         self.calls = count()
         self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
@@ -224,8 +224,9 @@ class _Call:
         self._arguments = arguments
         how = forward.how
         devices = (*tensors, *islice(block.parameters(), 1))
-        self._environment = Environment(devices, how.preserve_rng_state, how.environment)
-        how.environment = self._environment
+        latest = how.latest() if how.latest else None
+        self._environment = Environment(devices, how.preserve_rng_state, latest)
+        how.latest = weakref.ref(self._environment)
         self._parameters = Parameters(block)
         self._buffers = forward.buffers.before_forward(block)
         # Attributes cost more to look at than they usually tell: while buffers are learned, and no longer.

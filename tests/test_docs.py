@@ -56,3 +56,11 @@ def test_the_value_checks_message_is_the_printed_one() -> None:
         loss.backward()
     (message,) = blocks_of(DOCS / "exact-replay.md", "text")
     assert message.split() == str(caught.value).split()
+
+
+def test_the_value_checks_cost_is_the_measured_one() -> None:
+    """The factor on the page is the committed benchmark's."""
+    page = (DOCS.parent / "benchmarks/results/overhead_cpu_202611.md").read_text(encoding="utf-8")
+    times = [float(time) for time in re.findall(r"^\| [^|]* \| ([\d.]+) ms", page, flags=re.MULTILINE)]
+    text = " ".join((DOCS / "exact-replay.md").read_text(encoding="utf-8").split())
+    assert f"takes about {times[1] / times[0]:.1f} times as long" in text
