@@ -37,6 +37,10 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def sharded_whole(model: nn.Module) -> nn.Module:
+    return fully_shard(model, reshard_after_forward=True)
+
+
 def sharded_in_bfloat16(model: nn.Module) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:  # type: ignore[union-attr]
@@ -83,6 +87,7 @@ def worker(rank: int, port: int, wrap: Wrap, kind: str, policy: str, before: boo
         (ddp, "resnet", "full"),
         (ddp_unused, "gpt", "selective"),
         (sharded, "gpt", "full"),
+        (sharded_whole, "gpt", "full"),
         (sharded_in_bfloat16, "gpt", "selective"),
     ],
 )
