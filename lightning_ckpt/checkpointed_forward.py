@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ckpt._compat import inside_transform, is_sharded, without_modes
+from lightning_ckpt.activations import Keeping
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.block_state import Buffers, Parameters
 from lightning_ckpt.policies import Policy
@@ -48,6 +49,7 @@ class Application:
         self.determinism_check = determinism_check
         self.contexts = policy.contexts()
         self.latest: weakref.ref[Environment] | None = None  # of the latest call, while its graph lives
+        self.keeping: Keeping | None = None  # counts what blocks let go, while somebody measures
         self.comparisons = Comparisons()
         self.calls = count()
         self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
@@ -241,6 +243,8 @@ class _Call:
         versions = [version_of(tensor) for tensor in tensors]
         with self._around_forward, self._check.forward() if self._check else nullcontext():
             output = self._forward.plain(self._block, *args, **kwargs)
+        if self._forward.how.keeping:
+            self._forward.how.keeping.let_go()
         with without_modes():
             self._forward.buffers.after_forward(self._block, self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
@@ -271,6 +275,8 @@ class _Call:
         """Take note of a tensor that autograd saves, in the forward or in a replay."""
         if self._check:
             self._check.saves(tensor)
+        if self._forward.how.keeping:
+            self._forward.how.keeping.note(self.name, tensor)
 
     def cause(self) -> str:
         """What may have made the latest replay differ from the forward, in words."""

@@ -6,6 +6,8 @@ from itertools import groupby
 
 from rich.table import Table
 
+from lightning_ckpt.sizes import format_size
+
 
 @dataclass(frozen=True)
 class Portion:
@@ -16,12 +18,14 @@ class Portion:
         kind: the name of its class.
         parameters: how many parameters it holds, in elements.
         left_alone: why it is not checkpointed; `None` if it is.
+        let_go: bytes of activations that are not kept for backward; `None` where nothing was measured.
     """
 
     name: str
     kind: str
     parameters: int
     left_alone: str | None = None
+    let_go: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,25 @@ class Coverage:
         portions: every block found, in order.
         parameters: how many parameters the whole model holds, in elements, shared ones once.
         segments: the blocks that one replay spans, as the latest forward pass joined them; none before the first.
+        kept: bytes of activations that are kept all the same, blocks' inputs among them, by the module that keeps them,
+            the largest first; empty where nothing was measured.
     """
 
     policy: str
     portions: tuple[Portion, ...]
     parameters: int
     segments: tuple[tuple[str, ...], ...] = ()
+    kept: tuple[tuple[str, int], ...] = ()
 
     @property
     def checkpointed(self) -> tuple[Portion, ...]:
         """The blocks that are checkpointed."""
         return tuple(portion for portion in self.portions if portion.left_alone is None)
+
+    @property
+    def let_go(self) -> int:
+        """Bytes of activations that are not kept for backward, as far as measured."""
+        return sum(portion.let_go or 0 for portion in self.portions)
 
     @property
     def share(self) -> float:
@@ -64,13 +76,28 @@ class Coverage:
             caption.append(f"One replay spans: {'; '.join(spans)}")
         if len(self.portions) == len(self.checkpointed) == 1 and self.share == 1:
             caption.append("One block is all of the model: its replay needs what the model does, and lowers no peak")
+        if self.kept:
+            caption.append(self._activations())
         table = Table("Blocks", "Class", "Parameters", "Recomputed", title=title, caption="\n".join(caption))
+        if self.kept:
+            table.add_column("Activations let go")
         for (_, kind, left_alone), group in groupby(self.portions, lambda p: (_parent(p.name), p.kind, p.left_alone)):
             portions = list(group)
             parameters = sum(portion.parameters for portion in portions)
             span = _between(portions[0].name, portions[-1].name)
-            table.add_row(span, kind, f"{parameters:,}", f"no: {left_alone}" if left_alone else "yes")
+            row = [span, kind, f"{parameters:,}", f"no: {left_alone}" if left_alone else "yes"]
+            let_go = sum(portion.let_go or 0 for portion in portions)
+            table.add_row(*row, *([format_size(let_go)] if self.kept else []))
         return table
+
+    def _activations(self) -> str:
+        """What is let go and what is kept, and where most of what is kept lies."""
+        kept = sum(size for _, size in self.kept)
+        name, most = self.kept[0]
+        where = f"Activations: {format_size(self.let_go)} let go, {format_size(kept)} kept, most of it by {name!r}"
+        if most > self.let_go:
+            return f"{where}: more than all that is let go, so checkpoint or shrink that first"
+        return f"{where}, {format_size(most)}"
 
 
 def _parent(name: str) -> str:

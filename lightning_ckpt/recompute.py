@@ -5,20 +5,24 @@ A checkpointed block keeps its class, its place and its names. Only its `forward
 """
 
 import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt._compat import DropoutBase
+from lightning_ckpt.activations import Keeping, kept_by_modules
 from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
 from lightning_ckpt.checkpointed_forward import Application, CheckpointedForward, DeterminismCheck
 from lightning_ckpt.coverage import Coverage, Portion
 from lightning_ckpt.owners import owner_of
 from lightning_ckpt.policies import Policy, resolve_policy
+from lightning_ckpt.snapshot import Snapshot
 
 
 class CheckpointedBlocks:
@@ -27,7 +31,14 @@ class CheckpointedBlocks:
     As a context manager it undoes on the way out, also after an exception.
     """
 
-    def __init__(self, forwards: dict[str, CheckpointedForward], application: Application, coverage: Coverage) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forwards: dict[str, CheckpointedForward],
+        application: Application,
+        coverage: Coverage,
+    ) -> None:
+        self._model = weakref.ref(model)
         self._forwards = forwards
         self._application = application
         self._coverage = coverage
@@ -37,12 +48,30 @@ class CheckpointedBlocks:
         """The qualified names of the checkpointed blocks, in order; none after `remove`."""
         return tuple(self._forwards)
 
-    def report(self) -> Coverage:
+    def report(self, run: Callable[[], Any] | None = None) -> Coverage:
         """Which portions of the model are checkpointed; prints as a rich table.
 
         After a forward pass it also says which blocks were joined into segments.
+
+        Args:
+            run: calls the model with gradients and returns what it gives, `lambda: model(batch)`. It is run once, and
+                the report says how many bytes of activations each block lets go, and which modules keep the rest. The
+                model and all random numbers are left as found.
         """
-        return replace(self._coverage, segments=tuple(map(tuple, self._application.segments)))
+        coverage = replace(self._coverage, segments=tuple(map(tuple, self._application.segments)))
+        model = self._model()
+        if run is None or model is None:
+            return coverage
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
+        found = Snapshot([model], device=device)
+        self._application.keeping = let_go = Keeping(model)
+        try:
+            kept = kept_by_modules(model, self.blocks, run)
+        finally:
+            self._application.keeping = None
+            found.restore()
+        portions = tuple(replace(portion, let_go=let_go.sizes[portion.name]) for portion in coverage.portions)
+        return replace(coverage, portions=portions, kept=tuple(kept.items()))
 
     @property
     def determinism_check(self) -> DeterminismCheck:
@@ -123,7 +152,7 @@ def checkpoint_blocks(
     coverage = Coverage(str(policy), tuple(portions), _count(model))
     application = Application(policy, policy.span(len(covered)), preserve_rng_state, determinism_check)
     forwards = {name: _replace(block, name, application) for name, block in covered}
-    return CheckpointedBlocks(forwards, application, coverage)
+    return CheckpointedBlocks(model, forwards, application, coverage)
 
 
 def check_options(

@@ -25,7 +25,6 @@ _LONGEST_JUMP = 32
 _SAFELY_BELOW = 0.97
 # The least that a trial should gain over the size that fits already.
 _LEAST_GAIN = 1.05
-STRETCH = 1
 
 
 @dataclass(frozen=True)
