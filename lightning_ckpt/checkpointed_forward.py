@@ -254,7 +254,7 @@ class _Call:
 
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward pass again, on the arguments, random numbers, parameters and buffers of then."""
-        forward, block = self._forward, self._block
+        forward, block, nested = self._forward, self._block, is_recomputing()
         args, kwargs = self._arguments.rebuild(tensors)
         forward.how.contexts.on_replay()
         if self._witness:
@@ -265,7 +265,7 @@ class _Call:
             self._parameters.as_then(self.name),
             forward.buffers.as_before(self._buffers),
         ):
-            watch = self._check.replay() if self._check else nullcontext()
+            watch = self._check.replay(nested) if self._check else nullcontext()
             # What watches operators comes last: the copying of buffers is none of the block's.
             with self._around_replay(), watch:
                 output = forward.plain(block, *args, **kwargs)

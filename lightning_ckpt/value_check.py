@@ -5,7 +5,6 @@ one in the replay take a digest of each operator's results, on the device. Opera
 they come; the digests, once, when backward ends.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -82,23 +81,22 @@ class Comparisons:
     """The digests of replays that wait for the end of their backward pass, to be compared at once."""
 
     def __init__(self) -> None:
-        # Held weakly: a backward pass that fails never comes to its end, and its graph keeps what is needed.
-        self._waiting: dict[int, list[weakref.ref[ValueCheck]]] = {}
+        self._waiting: dict[int, list[ValueCheck]] = {}
 
-    def add(self, check: "ValueCheck") -> None:
-        """Compare a check's digests when the running backward pass ends."""
+    def add(self, check: "ValueCheck", nested: bool) -> None:
+        """Compare a check's digests when the running backward pass ends; `nested` if it runs inside another one."""
         backward = backward_under_way()
         if backward == -1:
             return  # somebody looks at a saved tensor outside of a backward pass
         if backward not in self._waiting:
-            self._waiting = {number: kept for number, kept in self._waiting.items() if any(ref() for ref in kept)}
+            if not nested:  # whatever waits for an earlier pass waits for one that failed, and never came to its end
+                self._waiting.clear()
             self._waiting[backward] = []
             at_the_end_of_backward(partial(self._compare, backward))
-        self._waiting[backward].append(weakref.ref(check))
+        self._waiting[backward].append(check)
 
     def _compare(self, backward: int) -> None:
-        alive = [check for reference in self._waiting.pop(backward) if (check := reference())]
-        checks = sorted(alive, key=lambda check: check.order)
+        checks = sorted(self._waiting.pop(backward, []), key=lambda check: check.order)
         if not checks:
             return
         digests = [check.digests() for check in checks]
@@ -146,12 +144,16 @@ class ValueCheck:
         if self._watch:
             self._watch.note_saved(tensor)
 
-    def replay(self) -> TorchDispatchMode:
-        """The mode that watches a replay and compares what can be compared without waiting for the device."""
+    def replay(self, nested: bool) -> TorchDispatchMode:
+        """The mode that watches a replay and compares what can be compared without waiting for the device.
+
+        Args:
+            nested: whether the replay runs inside another one.
+        """
         self._now = _Trace()
         with without_modes():
             self._after = self._seen()
-        self._comparisons.add(self)
+        self._comparisons.add(self, nested)
         self._watch = _Watch(self._now, self._follow)
         return self._watch
 
