@@ -70,6 +70,17 @@ def test_the_measured_figures_are_the_committed_ones() -> None:
     assert f"about {times[0] / times[1]:.1f} times plain" in README
 
 
+def test_the_depth_figures_are_the_committed_ones() -> None:
+    """The share at 64 blocks, and an exponent of one half."""
+    page = (ROOT / "benchmarks/results/depth_scaling_cpu_202611.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| 64 \|.*\| ([\d.]+)% \|[^|]*\|$", page, flags=re.MULTILINE)
+    exponent = re.search(r"and ([\d.]+) with segments", page)
+    assert row is not None
+    assert exponent is not None
+    assert f"{row[1]} % of the plain activation peak" in README
+    assert round(float(exponent[1]), 1) == 0.5
+
+
 def test_it_is_short() -> None:
     """A stranger reads it in a few minutes."""
     assert len(README.splitlines()) < 150
