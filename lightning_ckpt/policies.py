@@ -4,64 +4,19 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from itertools import count
 from math import sqrt
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lightning_ckpt._compat import OpOverload, OpOverloadPacket
 from lightning_ckpt.kept_results import KeptResults
+from lightning_ckpt.operators import COMPUTE, MATMULS, PRESETS, Operator, resolve, resolve_all
 
 _log = logging.getLogger(__name__)
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]
-Operator: TypeAlias = str | OpOverload | OpOverloadPacket
-
-_MATMULS = (
-    "aten.mm",
-    "aten.addmm",
-    "aten.bmm",
-    "aten.baddbmm",
-    "aten._scaled_mm",  # float8 matrix products
-    "aten._grouped_mm",  # the experts of a mixture, one product each
-)
-_CONVOLUTIONS = (
-    "aten.convolution",
-    "aten._convolution",  # what `torch.jit` traces call
-    "aten.cudnn_convolution",
-    "aten.convolution_overrideable",  # out-of-tree backends
-)
-# One kernel runs, whichever backend `scaled_dot_product_attention` picks: all are listed, and a test runs one of them.
-_ATTENTION = (
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_fused_attention_overrideable",  # out-of-tree backends
-    "aten._flash_attention_forward",  # nested tensors call these two directly
-    "aten._efficient_attention_forward",
-    "flash_attn._flash_attn_forward",  # the flash-attn package, where it is imported
-    "flash_attn_3.fwd",
-)
-# Communication that a replay would repeat on every rank. Waiting on a kept result is free: `wait_tensor` is not listed.
-_COLLECTIVES = (
-    "_c10d_functional.all_reduce",
-    "_c10d_functional.reduce_scatter_tensor",
-    "_c10d_functional.all_gather_into_tensor",
-    "_c10d_functional.all_to_all_single",
-)
-# A router's choice must not flip between forward and replay, and its result is tiny.
-_ROUTING = ("aten.topk",)
-
-_COMPUTE = (*_MATMULS, *_CONVOLUTIONS, *_ATTENTION, *_COLLECTIVES, *_ROUTING)
-_PRESETS = {
-    "compute": _COMPUTE,
-    "attention": (*_ATTENTION, *_COLLECTIVES),
-    "every_other_matmul": _COMPUTE,
-}
 
 
 @dataclass(frozen=True)
@@ -175,9 +130,9 @@ class SelectiveOps:
     save: Operator | Sequence[Operator] = "compute"
 
     def __post_init__(self) -> None:
-        if isinstance(self.save, str) and self.save not in _PRESETS and "." not in self.save:
+        if isinstance(self.save, str) and self.save not in PRESETS and "." not in self.save:
             raise ValueError(
-                f"SelectiveOps(save={self.save!r}): accepted are the presets {', '.join(map(repr, _PRESETS))}, "
+                f"SelectiveOps(save={self.save!r}): accepted are the presets {', '.join(map(repr, PRESETS))}, "
                 'an operator such as "aten.mm", or a list of operators'
             )
         if isinstance(self.save, OpOverload | OpOverloadPacket):
@@ -206,7 +161,7 @@ class SelectiveOps:
         """What keeps the listed operators' results in one application of the policy."""
         listed = self._listed()
         kept = frozenset().union(*listed.values())
-        thinned = _resolve_all(_MATMULS) if self.save == "every_other_matmul" else frozenset()
+        thinned = resolve_all(MATMULS) if self.save == "every_other_matmul" else frozenset()
         ran: set[Any] = set()
 
         def choice() -> Callable[[Any], bool | None]:
@@ -241,7 +196,7 @@ class SelectiveOps:
             said = True
             unused = [name for name, overloads in listed.items() if name and overloads.isdisjoint(ran)]
             if unused:
-                expensive = sorted(str(op) for op in ran & _resolve_all(_COMPUTE))
+                expensive = sorted(str(op) for op in ran & resolve_all(COMPUTE))
                 _log.warning(
                     "SelectiveOps keeps the results of %s, which never ran in the checkpointed blocks. "
                     "Expensive operators that did run: %s",
@@ -253,11 +208,11 @@ class SelectiveOps:
 
     def _listed(self) -> dict[str, frozenset[OpOverload]]:
         """The overloads to keep, by the name the user gave; a preset has no names, only what this PyTorch knows."""
-        if isinstance(self.save, str) and self.save in _PRESETS:
-            return {"": _resolve_all(_PRESETS[self.save])}
+        if isinstance(self.save, str) and self.save in PRESETS:
+            return {"": resolve_all(PRESETS[self.save])}
         one = isinstance(self.save, str | OpOverload | OpOverloadPacket)
         operators: Iterable[Any] = (self.save,) if one else self.save  # type: ignore[assignment]
-        return {str(operator): _resolve(operator) for operator in operators}
+        return {str(operator): resolve(operator) for operator in operators}
 
 
 @dataclass(frozen=True)
@@ -329,46 +284,3 @@ def _indices_of_range(select: str, count: int) -> list[int]:
         return list(range(values[0], values[1] + 1))
     start = {"first": 0, "last": count - values[0], "middle": (count - values[0]) // 2}[word]
     return list(range(start, start + values[0]))
-
-
-def _resolve(operator: Operator) -> frozenset[OpOverload]:
-    """Every overload that an operator, or its name, stands for."""
-    if isinstance(operator, OpOverload):
-        return frozenset((operator,))
-    if isinstance(operator, OpOverloadPacket):
-        return frozenset(getattr(operator, overload) for overload in operator.overloads())
-    if isinstance(operator, str):
-        try:
-            return _resolve(_operator_named(operator))
-        except (AttributeError, ValueError):
-            raise ValueError(
-                f"SelectiveOps(save={operator!r}): this PyTorch has no such operator{_near(operator)}. Accepted are "
-                f'the presets {", ".join(map(repr, _PRESETS))} and operators such as "aten.mm"'
-            ) from None
-    raise ValueError(
-        f'SelectiveOps(save={operator!r}): accepted are names such as "aten.mm" and operators such as torch.ops.aten.mm'
-    )
-
-
-def _operator_named(name: str) -> Any:
-    """`torch.ops.aten.mm` for `"aten.mm"`."""
-    namespace, operator, *overload = name.split(".")
-    packet = getattr(getattr(torch.ops, namespace), operator)
-    return getattr(packet, *overload) if overload else packet
-
-
-def _near(name: str) -> str:
-    namespace, _, operator = name.partition(".")
-    near = get_close_matches(operator, dir(getattr(torch.ops, namespace, None)), n=1)
-    return f"; the nearest name is {namespace}.{near[0]}" if near else ""
-
-
-def _resolve_all(names: Iterable[str]) -> frozenset[OpOverload]:
-    """The overloads of those operators that exist here: a preset also names other machines' operators."""
-    found: set[OpOverload] = set()
-    for name in names:
-        try:
-            found |= _resolve(_operator_named(name))
-        except AttributeError:
-            continue
-    return frozenset(found)
