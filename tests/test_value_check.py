@@ -261,7 +261,9 @@ def test_complex_and_tiny_and_empty_results_pass() -> None:
         empty = y[:0].mul(2).sum()
         return torch.fft.ifft(spectrum).real + empty + y.argmax() + (y > 0).any()
 
-    run(chain(after)).backward()
+    model = chain(after)
+    run(model).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_the_flag_keeps_working() -> None:
