@@ -9,6 +9,7 @@ import gc
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -236,6 +237,49 @@ def reader_for(device: torch.device | str) -> MemoryReader:
     if current is not None and device.type == current.type and device.type != "mps":
         return AcceleratorReader(device)
     return HostReader()  # unified memory (mps) and devices without an allocator of their own are host memory
+
+
+class Interval:
+    """One reader's own peak, where several read the same memory: the reset of one leaves the peaks of the others alone.
+
+    Args:
+        reader: what is read.
+    """
+
+    _open: "weakref.WeakSet[Interval]" = weakref.WeakSet()
+
+    def __init__(self, reader: MemoryReader) -> None:
+        self.reader = reader
+        self._peak = self._reserved = 0  # before the latest reset of another
+        self._open.add(self)
+
+    def reset_peak(self) -> None:
+        """Start a new interval."""
+        for other in self._open:
+            if other is not self and _same_memory(other.reader, self.reader):
+                other._peak = other.peak()
+                other._reserved = other.peak_reserved()
+        self.reader.reset_peak()
+        self._peak = self._reserved = 0
+
+    def peak(self) -> int:
+        """Return the highest use since this interval began, in bytes."""
+        return max(self._peak, self.reader.peak())
+
+    def peak_reserved(self) -> int:
+        """Return the highest bytes an accelerator's allocator held since this interval began; 0 for other readers."""
+        now = self.reader.peak_reserved() if isinstance(self.reader, AcceleratorReader) else 0
+        return max(self._reserved, now)
+
+    def limit(self) -> int | None:
+        """Return the most this process can hold now, in bytes, or None when nobody knows."""
+        return self.reader.limit()
+
+
+def _same_memory(one: MemoryReader, other: MemoryReader) -> bool:
+    if isinstance(one, AcceleratorReader) and isinstance(other, AcceleratorReader):
+        return one.device == other.device
+    return one is other or (isinstance(one, HostReader) and isinstance(other, HostReader))
 
 
 def release_unused(device: torch.device | str) -> None:

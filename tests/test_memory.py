@@ -13,6 +13,7 @@ from lightning_ckpt.memory import (
     AcceleratorReader,
     AllocatorReader,
     HostReader,
+    Interval,
     MemoryReader,
     reader_for,
     release_unused,
@@ -302,3 +303,50 @@ class TestAcceleratorReader:
         torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
         release_unused("cuda")
         assert torch.cuda.memory_reserved() < 256 * MIB
+
+
+class Meter:
+    """A reader whose use a test sets."""
+
+    def __init__(self) -> None:
+        self.now = self.highest = 0
+
+    def use(self, size: int) -> None:
+        self.now, self.highest = size, max(self.highest, size)
+
+    def reset_peak(self) -> None:
+        self.highest = self.now
+
+    def peak(self) -> int:
+        return self.highest
+
+    def limit(self) -> int | None:
+        return None
+
+
+def test_intervals_of_one_reader_have_peaks_of_their_own() -> None:
+    """A peak inside a short interval is still the peak of the long one around it, and of no later one."""
+    meter = Meter()
+    step, phase = Interval(meter), Interval(meter)
+    step.reset_peak()
+    phase.reset_peak()
+    meter.use(70)
+    meter.use(20)
+    assert phase.peak() == 70
+    phase.reset_peak()
+    meter.use(50)
+    assert (phase.peak(), step.peak()) == (50, 70)
+    meter.use(10)
+    step.reset_peak()
+    assert (phase.peak(), step.peak()) == (50, 10)
+
+
+def test_intervals_of_other_readers_are_left_alone() -> None:
+    """Only what reads the same memory is told of a reset."""
+    one, other = Meter(), Meter()
+    ours, theirs = Interval(one), Interval(other)
+    one.use(5)
+    other.use(7)
+    ours.reset_peak()
+    one.use(1)
+    assert (theirs.peak(), other.highest) == (7, 7)
