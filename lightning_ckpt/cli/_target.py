@@ -1,38 +1,138 @@
-"""`TARGET`: the user's factory, found by `module:factory` or `path/file.py:factory`, called, and its model."""
+"""`TARGET`: the user's factory, found by `module:factory` or `path/file.py:factory`, called, and what it returns."""
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ckpt.cli._command import UsageError
 
+if TYPE_CHECKING:
+    from lightning import LightningModule
+
 TARGET_HELP = "module:factory or path/file.py:factory, a function or class that takes no arguments and returns a model"
+TRAINING_HELP = (
+    "module:factory or path/file.py:factory; the factory takes no arguments and returns a LightningModule, and with it "
+    "a batch, a DataLoader or a LightningDataModule where the module has no train_dataloader"
+)
 
 
-def load_model(target: str) -> nn.Module:
-    """Return the model that the target's factory makes.
+@dataclass(frozen=True)
+class Target:
+    """What a factory made.
 
-    A factory may return a tuple whose first item is the model, and a module is taken as it is. Layers that a
-    LightningModule makes in `configure_model` are made.
+    Attributes:
+        name: the target as the user wrote it.
+        model: the model.
+        data: a batch, a loader or a LightningDataModule; None where the factory returned a model alone.
+    """
+
+    name: str
+    model: nn.Module
+    data: Any = None
+
+    @property
+    def module(self) -> "LightningModule":
+        """The model, where it is one that a Trainer can train.
+
+        Raises:
+            UsageError: it is a plain module.
+        """
+        from lightning import LightningModule
+
+        if isinstance(self.model, LightningModule):
+            return self.model
+        raise UsageError(
+            f"{self.name}: returned a {type(self.model).__name__}, which has no training_step and no optimizer: return "
+            "a LightningModule"
+        )
+
+    def loader(self) -> Iterable[Any]:
+        """The batches it trains on: those of the loader, or the one batch there is.
+
+        Raises:
+            UsageError: there is no data, or the user's code fails.
+        """
+        if hasattr(self.data, "train_dataloader"):
+            return _called(lambda: _loader_of(self.data), f"{self.name}: train_dataloader")  # type: ignore[no-any-return]
+        if self.data is not None:
+            return self.data if is_loader(self.data) else [self.data]  # type: ignore[no-any-return]
+        model: Any = self.model
+        if has_train_loader(model):
+            return _called(model.train_dataloader, f"{self.name}: train_dataloader")  # type: ignore[no-any-return]
+        raise UsageError(
+            f"{self.name}: returned a model alone, and {type(model).__name__} has no train_dataloader: return "
+            "(model, batch), (model, DataLoader) or (model, LightningDataModule)"
+        )
+
+    def batch(self) -> Any:
+        """The first batch, on the host.
+
+        Raises:
+            UsageError: as `loader`, or the loader gives none.
+        """
+        batches = self.loader()
+        nothing = object()
+        first = _called(lambda: next(iter(batches), nothing), f"{self.name}: the first batch")
+        if first is nothing:
+            raise UsageError(f"{self.name}: the loader gives no batch")
+        return first
+
+
+def load_target(target: str, *, configure: bool = True) -> Target:
+    """Return what the target's factory makes.
+
+    A factory returns a model, or a tuple of the model and its data. A module is taken as it is.
+
+    Args:
+        target: as the user wrote it.
+        configure: make the layers that a LightningModule makes in `configure_model`; a Trainer does so by itself.
 
     Raises:
         UsageError: the target can't be found, its code fails, or what it makes is no module.
     """
     factory = _factory(target)
     made = factory if isinstance(factory, nn.Module) else _called(factory, target)
-    model = made[0] if isinstance(made, tuple) and made else made
+    model, data = (*made, None)[:2] if isinstance(made, tuple) and made else (made, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target}: returned a {type(model).__name__}: return a torch.nn.Module or a LightningModule")
-    configure = getattr(model, "configure_model", None)
-    if callable(configure):
-        _called(configure, f"{target}: configure_model")
-    return model
+    layers = getattr(model, "configure_model", None)
+    if configure and callable(layers):
+        _called(layers, f"{target}: configure_model")
+    return Target(target, model, data)
+
+
+def load_model(target: str) -> nn.Module:
+    """Return the model that the target's factory makes, and nothing else it may return.
+
+    Raises:
+        UsageError: as `load_target`.
+    """
+    return load_target(target).model
+
+
+def is_loader(data: Any) -> bool:
+    """Whether data is gone through batch by batch; tensors, lists, tuples and mappings are one batch."""
+    return isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping | list | tuple | str)
+
+
+def has_train_loader(model: nn.Module) -> bool:
+    """Whether a LightningModule brings its own training data."""
+    from lightning import LightningModule
+
+    return isinstance(model, LightningModule) and type(model).train_dataloader is not LightningModule.train_dataloader
+
+
+def _loader_of(datamodule: Any) -> Any:
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    return datamodule.train_dataloader()
 
 
 def _factory(target: str) -> Callable[[], Any]:
