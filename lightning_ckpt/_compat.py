@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # `TorchDispatchMode` is what every tool that watches operators is made of, PyTorch's own FLOP counter too.
 __all__ = [
     "AllocationRecording",
+    "CudaAllocationRecording",
     "DropoutBase",
     "FakeTensor",
     "NormBase",
@@ -62,6 +63,33 @@ class AllocationRecording:
         """Return the deltas so far, in bytes and in order of time, and stop recording."""
         return _deltas(_stopped(self._profile))
 
+    def stop_timed(self) -> list[tuple[int, int]]:
+        """As `stop`, with the time of each delta: (nanoseconds since the epoch, bytes)."""
+        return _events(_stopped(self._profile))
+
+
+class CudaAllocationRecording:
+    """The CUDA caching allocator's events since this was made, as `AllocationRecording` has the host's.
+
+    PyTorch documents its memory snapshots, and takes them by two private functions.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+
+    def stop_timed(self) -> list[tuple[int, int]]:
+        """Return (nanoseconds since the epoch, bytes) of each allocation and each free, in order, and stop."""
+        traces: Any = torch.cuda.memory._snapshot(self._device)["device_traces"]
+        torch.cuda.memory._record_memory_history(None)
+        sign = {"alloc": 1, "free_completed": -1}
+        events = traces[self._device.index or 0]
+        return [
+            (event["time_us"] * 1000, sign[event["action"]] * event["size"])
+            for event in events
+            if event["action"] in sign
+        ]
+
 
 def _started() -> Any:
     # `torch.profiler.profile` around it costs more at each stop, and its schedule is of no use here.
@@ -76,13 +104,17 @@ def _stopped(recording: Any) -> Any:
 
 
 def _deltas(ended: Any) -> list[int]:
+    return [nbytes for _, nbytes in _events(ended)]
+
+
+def _events(ended: Any) -> list[tuple[int, int]]:
     timed = [
         (event.start_ns(), event.nbytes())
         for event in ended.kineto_results.events()
         if event.name() == "[memory]" and event.device_type().name == "CPU"
     ]
     # Sorted by time alone: of two events in one nanosecond the recorded order is the true one.
-    return [nbytes for _, nbytes in sorted(timed, key=itemgetter(0))]
+    return sorted(timed, key=itemgetter(0))
 
 
 @contextlib.contextmanager
