@@ -3,6 +3,7 @@
     python examples/train_gpt.py                                    # all three callbacks, an offline W&B run
     python examples/train_gpt.py --policy none --no-tune            # the same training, plain
     python examples/train_gpt.py --depth 24 --context 256 --logger csv
+    lightning-ckpt compare examples/train_gpt.py:training           # what each policy takes, measured
 
 The model knows nothing of checkpointing: the callbacks at the bottom do it all.
 """
@@ -91,6 +92,11 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def training() -> tuple[GPT, DataLoader]:
+    """Give `lightning-ckpt compare` and `lightning-ckpt doctor` what they train."""
+    return GPT(), DataLoader(Sources(context=128), batch_size=8, shuffle=True, drop_last=True)
 
 
 def parse_arguments() -> argparse.Namespace:

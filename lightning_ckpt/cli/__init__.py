@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from lightning_ckpt.cli import blocks, explain
+from lightning_ckpt.cli import blocks, compare, explain
 from lightning_ckpt.cli._command import ExamplesAsWritten, UsageError
 
-COMMANDS = {"explain": explain, "blocks": blocks}
+COMMANDS = {"explain": explain, "blocks": blocks, "compare": compare}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

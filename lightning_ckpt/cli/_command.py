@@ -6,6 +6,11 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+TRAINING_HELP = (
+    "module:factory or path/file.py:factory; the factory takes no arguments and returns a LightningModule, and with it "
+    "a batch, a DataLoader or a LightningDataModule where the module has no train_dataloader"
+)
+
 
 class UsageError(Exception):
     """The command can't be carried out as written; its text is the one line a person reads."""

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from lightning import LightningModule
 
 TARGET_HELP = "module:factory or path/file.py:factory, a function or class that takes no arguments and returns a model"
-TRAINING_HELP = (
-    "module:factory or path/file.py:factory; the factory takes no arguments and returns a LightningModule, and with it "
-    "a batch, a DataLoader or a LightningDataModule where the module has no train_dataloader"
-)
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Target:
         if hasattr(self.data, "train_dataloader"):
             return _called(lambda: _loader_of(self.data), f"{self.name}: train_dataloader")  # type: ignore[no-any-return]
         if self.data is not None:
-            return self.data if is_loader(self.data) else [self.data]  # type: ignore[no-any-return]
+            return self.data if is_loader(self.data) else [self.data]
         model: Any = self.model
         if has_train_loader(model):
             return _called(model.train_dataloader, f"{self.name}: train_dataloader")  # type: ignore[no-any-return]

@@ -1,0 +1,137 @@
+"""A comparison as one HTML file that needs nothing else: no script, no font, no request."""
+
+from html import escape
+
+from lightning_ckpt.cli._measurement import CAUSES, Comparison, Measurement
+from lightning_ckpt.cli._plots import colour, memory_over_a_step, peak_by_cause, time_against_memory
+from lightning_ckpt.cli._svg import tag
+from lightning_ckpt.cli._words import COLUMNS, described, finding, row
+from lightning_ckpt.sizes import format_size
+
+
+def page(comparison: Comparison) -> str:
+    """Return the page. Colours follow the reader's light or dark setting."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(comparison.target)}: activation checkpointing compared</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+{_head(comparison)}
+{_sections(comparison) if comparison.measured else ""}
+{_failures(comparison)}
+</main>
+</body>
+</html>
+"""
+
+
+def _head(comparison: Comparison) -> str:
+    one = next(iter(comparison.measured), None)
+    return f"""<header>
+<p class="kicker">Activation checkpointing, compared</p>
+<h1>{escape(comparison.target)}</h1>
+<p class="lead">{escape(finding(comparison))}</p>
+<p class="quiet">{escape(f"{described(one)}, seed {comparison.seed}") if one else ""}</p>
+</header>"""
+
+
+def _sections(comparison: Comparison) -> str:
+    multiples = "".join(memory_over_a_step(comparison, one) for one in comparison.measured)
+    return f"""<section>
+<h2>Memory against time</h2>
+<p class="quiet">Median step, with its quartiles. The line joins the policies that no other one beats in both: what is
+to the right of it or above it costs more than it has to.</p>
+{time_against_memory(comparison)}
+</section>
+<section>
+<h2>What the peak is made of</h2>
+<p class="quiet">Bytes held at the moment of the highest use. Checkpointing changes the last part only.</p>
+{peak_by_cause(comparison)}
+</section>
+<section>
+<h2>Memory over one step</h2>
+<p class="quiet">{_OVER_A_STEP}</p>
+<div class="multiples">{multiples}</div>
+</section>
+<section>
+<h2>The numbers</h2>
+<div class="scroll">{_table(comparison)}</div>
+</section>"""
+
+
+def _table(comparison: Comparison) -> str:
+    names = [*COLUMNS, *CAUSES[:-1]]
+    head = tag("tr", *(tag("th", escape(name), scope="col") for name in names))
+    return tag("table", tag("thead", head), tag("tbody", *(_row(comparison, one) for one in comparison.measured)))
+
+
+def _row(comparison: Comparison, one: Measurement) -> str:
+    name, *cells = row(one, comparison.plain)
+    swatch = tag("i", style=f"background:{colour(comparison, one)}")
+    causes = [format_size(one.memory.causes[cause]) for cause in CAUSES[:-1]]
+    return tag(
+        "tr", tag("th", swatch, escape(name), scope="row"), *(tag("td", escape(cell)) for cell in [*cells, *causes])
+    )
+
+
+def _failures(comparison: Comparison) -> str:
+    lines = [tag("li", tag("b", escape(name)), f": {escape(why)}") for name, why in comparison.failed.items()]
+    return f"<section><h2>Not measured</h2><ul>{''.join(lines)}</ul></section>" if lines else ""
+
+
+_OVER_A_STEP = """All of PyTorch's tensors, from the allocator's own events. Recording slows a step, so that the places
+are stretched onto the timed one. The grey outline is plain training."""
+
+_STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fdfdfc; --ink: #1c1d20; --quiet: #62656c; --line: #e4e4e0; --ghost: #9a9da3;
+  --cause-0: #8c9097; --cause-1: #b0b3b8; --cause-2: #d0d2d5;
+  --policy-0: #5d6168; --policy-1: #1f6fd6; --policy-2: #c75a00; --policy-3: #0b7d6e; --policy-4: #7a45cf;
+  --policy-5: #bd2b73; --policy-6: #6b6f00; --policy-7: #8a5527;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #17181b; --ink: #ececea; --quiet: #a0a3aa; --line: #2c2e33; --ghost: #74777e;
+    --cause-0: #757982; --cause-1: #565a62; --cause-2: #3f4249;
+    --policy-0: #b4b7bd; --policy-1: #6cabff; --policy-2: #ff9d52; --policy-3: #45cdb9; --policy-4: #b695ff;
+    --policy-5: #ff86bb; --policy-6: #c8cb55; --policy-7: #d6a274;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+main { max-width: 860px; margin: 0 auto; padding: 56px 40px 72px; }
+h1 { margin: 0 0 14px; font-size: 27px; line-height: 1.25; font-weight: 650; overflow-wrap: anywhere; }
+h2 { margin: 0 0 4px; font-size: 18px; font-weight: 650; }
+p { margin: 0 0 12px; }
+section { margin-top: 52px; }
+.kicker { margin: 0 0 6px; color: var(--quiet); font-size: 13px; letter-spacing: 0.02em; }
+.lead { font-size: 18px; }
+.quiet { color: var(--quiet); font-size: 14px; max-width: 640px; }
+svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: currentColor; }
+svg .name { font-weight: 600; font-size: 13px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
+svg .value { font-size: 12px; font-variant-numeric: tabular-nums; }
+svg .tick, svg .axis { fill: var(--quiet); font-variant-numeric: tabular-nums; }
+svg .grid { stroke: var(--line); }
+svg .frontier { fill: none; stroke: var(--ghost); stroke-width: 1.5; }
+svg .curve { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
+svg .area { opacity: 0.14; }
+svg .ghost { fill: none; stroke: var(--ghost); stroke-width: 1; }
+svg .phase { stroke: var(--quiet); stroke-dasharray: 2 4; }
+svg .level { stroke-dasharray: 1 3; }
+.multiples { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 20px 24px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th, td { padding: 7px 0 7px 14px; text-align: right; border-bottom: 1px solid var(--line); font-weight: 400; }
+thead th { color: var(--quiet); vertical-align: bottom; }
+th:first-child { text-align: left; padding-left: 0; }
+table { width: 100%; }
+tbody th { font-weight: 600; }
+td i, th i { display: inline-block; width: 9px; height: 9px; border-radius: 50%; margin-right: 8px; }
+"""
