@@ -13,8 +13,15 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.autograd.profiler import profile
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -23,16 +30,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # exported, and a list of operators has to be told from anything else a user may pass.
 # `NormBase` is the one class above every BatchNorm, SyncBatchNorm and InstanceNorm, and `DropoutBase` the one above
 # every dropout; the public names list them singly.
-# `FakeTensor` has no public name; operators on it are asked for a shape and compute nothing.
+# `FakeTensor` has no public name; operators on it are asked for a shape and compute nothing. `FakeTensorMode` makes
+# them, and the exceptions of its module are what an operator raises that has to know a value.
+# `StorageWeakRef` tells whether memory is still held, and keeps its identity from being given to other memory.
 # `TorchDispatchMode` is what every tool that watches operators is made of, PyTorch's own FLOP counter too.
 __all__ = [
     "AllocationRecording",
     "CudaAllocationRecording",
     "DropoutBase",
     "FakeTensor",
+    "FakeTensorMode",
     "NormBase",
     "OpOverload",
     "OpOverloadPacket",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "compiled_graphs",
     "in_checkpoint_replay",
@@ -244,3 +255,21 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 def inside_transform() -> bool:
     """Whether a `torch.func` transform (`grad`, `jvp`, `vmap`, ...) is under way: they take no saved-tensor hooks."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+# What an operator on fake tensors raises where it can't go on; each names the operator in `func`.
+NO_FAKE_RESULT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def called_by_the_engine() -> bool:
+    """Whether the autograd engine called the operator that a dispatch mode sees, and no Python code in between.
+
+    To be asked in a mode's `__torch_dispatch__`. The engine has no public mark; its frame has a name.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__"
+        or frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile"))
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"

@@ -1,8 +1,5 @@
 """Gradients against the plain model: proof that a checkpointed step is the step it was."""
 
-import inspect
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +11,7 @@ from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.policies import Policy
 from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards
 from lightning_ckpt.snapshot import Snapshot
-
-LossFn = Callable[[Any, Any], Tensor]
+from lightning_ckpt.training_step import LossFn, loss_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ def verify_gradients(
     """
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance!r}: accepted are None and a difference of at least 0")
-    step = loss_fn or _training_step(module)
+    step = loss_of(module, loss_fn, asked_by="verify_gradients")
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     found = Snapshot([module], device=device)
     existing = [forward for forward in checkpointed_forwards(module) if forward.active]
@@ -158,29 +154,6 @@ def verify_gradients(
     return Verification(tuple(sorted(compared, key=lambda c: (c.allowed - c.largest, c.name))), names)
 
 
-def _training_step(module: nn.Module) -> LossFn:
-    step = getattr(module, "training_step", None)
-    if step is None:
-        raise ValueError(
-            f"{type(module).__name__} has no training_step: give verify_gradients(module, batch, loss_fn), with "
-            "loss_fn(module, batch) a scalar"
-        )
-    if not getattr(module, "automatic_optimization", True):
-        raise ValueError(
-            f"{type(module).__name__} optimizes by hand, so its training_step gives no one loss: give "
-            "verify_gradients(module, batch, loss_fn), with loss_fn(module, batch) a scalar"
-        )
-
-    def loss(module: Any, batch: Any) -> Tensor:
-        with warnings.catch_warnings():
-            # Outside of a trainer there is nobody to log to.
-            warnings.filterwarnings("ignore", ".*self.log.*trainer.* is not registered")
-            output = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
-        return output["loss"] if isinstance(output, dict) else output  # type: ignore[no-any-return]
-
-    return loss
-
-
 def _run(module: nn.Module, batch: Any, step: LossFn) -> dict[str, Tensor]:
     """Loss, gradients and buffers of one step from where the module is."""
     if not module.training:
@@ -188,9 +161,6 @@ def _run(module: nn.Module, batch: Any, step: LossFn) -> dict[str, Tensor]:
     for parameter in module.parameters():
         parameter.grad = None
     loss = step(module, batch)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ValueError(f"the step gave {given}: accepted is a loss, a tensor of one element, such as output.loss")
     loss.backward()
     seen = {"loss": loss.detach().clone()}
     seen |= {f"gradient of {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

@@ -1,0 +1,282 @@
+"""The memory of a training step before it runs, for each policy and batch size: no device, no memory, no arithmetic."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rich.table import Table
+from torch import nn
+
+from lightning_ckpt.blocks import Blocks
+from lightning_ckpt.fake_memory import Kind
+from lightning_ckpt.fake_step import DeviceType, FakeTraining, OptimizerFactory
+from lightning_ckpt.policies import MemoryBudget, Policy, resolve_policy
+from lightning_ckpt.precision import resolve_precision
+from lightning_ckpt.sizes import UNITS, parse_size
+from lightning_ckpt.training_step import LossFn
+
+PLAIN = "none"
+
+# Kernels that take memory of their own, of which fake tensors know nothing.
+_WITH_MEMORY_OF_THEIR_OWN = ("aten.convolution", "aten.mkldnn_rnn_layer")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a step holds at its highest moment, in bytes; the parts add up to the peak.
+
+    Attributes:
+        policy: as a user writes it; `"none"` for plain.
+        batch_size: samples in the batch; `None` where the batch has no first dimension.
+        parameters: of the model.
+        buffers: of the model, and other tensors it holds.
+        gradients: those that are there at that moment.
+        optimizer_state: such as Adam's two averages.
+        activations: the batch, and what forward and replay make of it.
+        temporaries: what backward or the optimizer works with.
+    """
+
+    policy: str
+    batch_size: int | None
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """The highest bytes held during the step."""
+        parts = (self.parameters, self.buffers, self.gradients, self.optimizer_state)
+        return sum(parts) + self.activations + self.temporaries
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What `estimate_memory` found: a step's memory for each policy; prints as a rich table.
+
+    Attributes:
+        steps: one for each policy, in the order in which they were given.
+        device: whose kernels and allocator were assumed.
+        precision: Lightning's name.
+        accumulate: batches an optimizer step.
+        ranks: how many ranks share parameters, gradients and optimizer state.
+        uncounted: operators that ran whose kernels take memory of their own, which is not in the figures.
+    """
+
+    steps: tuple[StepMemory, ...]
+    device: DeviceType
+    precision: str
+    accumulate: int
+    ranks: int
+    uncounted: tuple[str, ...]
+    _training: FakeTraining = field(repr=False, compare=False)
+    _policies: dict[str, Policy | None] = field(repr=False, compare=False)
+
+    def __getitem__(self, policy: str | Policy) -> StepMemory:
+        """The step with a policy that was asked for."""
+        found = {step.policy: step for step in self.steps}
+        if str(policy) not in found:
+            raise KeyError(f"{policy} was not estimated; there are {', '.join(found)}")
+        return found[str(policy)]
+
+    def at(self, batch_size: int) -> "Estimate":
+        """The same with another batch size: every first dimension of the batch that is its size becomes another.
+
+        Raises:
+            ValueError: a size that the batch can't have.
+        """
+        return replace(self, steps=_steps(self._training, self._policies, batch_size))
+
+    def max_batch_size(self, limit: int | str) -> dict[str, int]:
+        """The largest batch size of each policy whose peak stays at or under a limit; 0 where not even 1 does.
+
+        Args:
+            limit: bytes, or a size like `"80GiB"`.
+
+        Raises:
+            ValueError: no size, or the batch has no first dimension.
+        """
+        most, start = parse_size(limit, name="limit"), self._training.batch.size
+        if start is None:
+            raise ValueError("max_batch_size: the batch has no tensor with a first dimension")
+
+        def peak(policy: Policy | None, size: int) -> int:
+            return sum(self._training.peak(policy, size).values())
+
+        return {name: largest_size(partial(peak, policy), most, start=start) for name, policy in self._policies.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is estimated, for JSON; sizes in bytes."""
+        about = ("device", "precision", "accumulate", "ranks")
+        return {
+            **{name: getattr(self, name) for name in about},
+            "uncounted": list(self.uncounted),
+            "steps": [asdict(step) | {"peak": step.peak} for step in self.steps],
+        }
+
+    def __rich__(self) -> Table:
+        unit = next(unit for unit in reversed(UNITS) if UNITS[unit] <= max(step.peak for step in self.steps))
+        size, ranks = self.steps[0].batch_size, f", each of {self.ranks} ranks" if self.ranks > 1 else ""
+        of = f" of batch size {size}" if size else ""
+        table = Table("Policy", title=f"A step{of} in {unit}: {self.precision}, {self.device}{ranks}")
+        for name in ("Model", "Gradients", "Optimizer", "Activations", "Temporary", "Peak"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for step in self.steps:
+            parts = (step.parameters + step.buffers, step.gradients, step.optimizer_state, step.activations)
+            sizes = (*parts, step.temporaries, step.peak)
+            table.add_row(step.policy, *(f"{nbytes / UNITS[unit]:.4g}" for nbytes in sizes))
+        if self.uncounted:
+            table.caption = f"Not counted: what the kernels of {', '.join(self.uncounted)} take for themselves"
+        return table
+
+
+def estimate_memory(
+    module: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    policy: str | Policy | Sequence[str | Policy] = (PLAIN, "full"),
+    optimizer: OptimizerFactory | None = None,
+    blocks: Blocks | None = None,
+    batch_size: int | None = None,
+    precision: str | int = "32-true",
+    accumulate: int = 1,
+    ranks: int = 1,
+    device: DeviceType | None = None,
+) -> Estimate:
+    """Estimate the memory of a training step and an optimizer step, by running both on fake tensors.
+
+    The step is one in the middle of training: the optimizer has its state, buffers are known. Neither the module, its
+    parameters, buffers and gradients, nor any random number is touched, and no memory is taken, so that a model that
+    was built on the `meta` device can be larger than this machine.
+
+    Args:
+        module: a `LightningModule`, or any module with a `loss_fn`. Where blocks of it are checkpointed already, that
+            does not count.
+        batch: what the step takes; shapes and dtypes are all that is read of its tensors.
+        loss_fn: `loss_fn(module, batch)`, a scalar; without it the module's own `training_step`.
+        policy: `"none"` for plain, and all that `checkpoint_blocks` takes; one or several.
+        optimizer: a function of the parameters, such as `torch.optim.AdamW`; without it the module's own
+            `configure_optimizers`, and no optimizer where there is none.
+        blocks: as in `checkpoint_blocks`.
+        batch_size: another size than that of `batch`.
+        precision: as a Trainer's: `"32-true"` (as the module is), `"16-true"`, `"bf16-true"`, `"64-true"`,
+            `"16-mixed"`, `"bf16-mixed"`.
+        accumulate: batches an optimizer step, as a Trainer's `accumulate_grad_batches`.
+        ranks: how many ranks share parameters, gradients and optimizer state: a division, not a simulation of FSDP.
+        device: `"cpu"` or `"cuda"`, which need not be there: whose attention kernels, optimizers and block sizes to
+            assume. By default that of the module; `"cuda"` for a module on the `meta` device.
+
+    Raises:
+        ValueError: an argument is out of range, or there is no loss to run, or no block was found.
+        CannotEstimate: the step needs the value of a tensor; the error names the operator.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "abc"])
+        >>> estimate = estimate_memory(model, torch.empty(64, 8), lambda model, x: model(x).sum())
+        >>> estimate["none"].peak, estimate["full"].peak
+        (12288, 9984)
+    """
+    given = [policy] if isinstance(policy, str | Policy) else list(policy)
+    policies = {str(one): _resolved(one) for one in given}
+    if not policies:
+        raise ValueError(f"policy={policy!r}: give at least one")
+    for name, count in (("accumulate", accumulate), ("ranks", ranks)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}={count!r}: accepted is a whole number of at least 1")
+    how, chosen = resolve_precision(precision), _device(module, device)
+    training = FakeTraining(
+        module,
+        batch,
+        loss_fn,
+        optimizer=optimizer,
+        blocks=blocks,
+        precision=how,
+        accumulate=accumulate,
+        ranks=ranks,
+        device=chosen,
+    )
+    steps = _steps(training, policies, batch_size)
+    ran = {str(operator.overloadpacket) for operator in training.memory.operators}
+    uncounted = tuple(name for name in _WITH_MEMORY_OF_THEIR_OWN if name in ran)
+    return Estimate(steps, chosen, how.name, accumulate, ranks, uncounted, training, policies)
+
+
+def largest_size(peak: Callable[[int], int], limit: int, *, start: int = 1, most: int = 2**24) -> int:
+    """The largest batch size whose peak is at or under a limit; 0 where that of 1 is not.
+
+    The peak is convex in the batch size and piecewise linear, so the line through two sizes that fit lies below it
+    beyond them, and the chord from one that fits to one that does not lies above it in between.
+
+    Args:
+        peak: bytes of a step with a batch of some size, at least 1.
+        limit: bytes.
+        start: the size to try first.
+        most: no larger size is tried.
+    """
+    fits: dict[int, int] = {}
+    above: tuple[int, int] | None = None
+    size: int | None = start
+    while size is not None:
+        found = peak(size)
+        if found <= limit:
+            fits[size] = found
+        else:
+            above = size, found
+        size = _next_size(sorted(fits.items()), above, limit, most)
+    return max(fits, default=0)
+
+
+def _next_size(fits: list[tuple[int, int]], above: tuple[int, int] | None, limit: int, most: int) -> int | None:
+    """The size to try next; `None` where the largest that fits is known."""
+    last = fits[-1][0] if fits else 0
+    end = above[0] - 1 if above else most
+    bound = _meets(fits[-2], fits[-1], limit) if len(fits) > 1 else None
+    if last >= (end if bound is None else min(bound, end)):
+        return None
+    if bound is not None and bound < end:
+        return bound
+    if not fits or not above:
+        return min(2 * last, end) if fits else -(-end // 2)
+    chord, middle = _meets(fits[-1], above, limit), -(-(last + end) // 2)
+    return middle if chord is None else min(max(chord, middle), end)
+
+
+def _meets(one: tuple[int, int], other: tuple[int, int], limit: int) -> int | None:
+    """The last size at which the line through two is at or under the limit; `None` where the line does not rise."""
+    rise, run = other[1] - one[1], other[0] - one[0]
+    return one[0] + (limit - one[1]) * run // rise if rise > 0 else None
+
+
+def _resolved(policy: str | Policy) -> Policy | None:
+    if policy == PLAIN:
+        return None
+    resolved = resolve_policy(policy)
+    if isinstance(resolved, MemoryBudget):
+        raise ValueError(
+            f"policy={policy!r}: it plans on what it measures; its peak lies between those of 'full' and 'none'"
+        )
+    return resolved
+
+
+def _device(module: nn.Module, device: str | None) -> DeviceType:
+    own = next((tensor.device.type for tensor in (*module.parameters(), *module.buffers())), "cpu")
+    chosen = device or ("cuda" if own == "meta" else own)
+    if chosen == "cpu" or chosen == "cuda":
+        return chosen  # type: ignore[return-value]
+    raise ValueError(f"device={chosen!r}: accepted are 'cpu' and 'cuda'")
+
+
+def _steps(
+    training: FakeTraining, policies: dict[str, Policy | None], batch_size: int | None
+) -> tuple[StepMemory, ...]:
+    steps = []
+    for name, policy in policies.items():
+        held = training.peak(policy, batch_size)
+        temporaries = held.pop(Kind.BACKWARD) + held.pop(Kind.OPTIMIZER)
+        parts = {kind.value: nbytes for kind, nbytes in held.items()}
+        steps.append(StepMemory(name, batch_size or training.batch.size, temporaries=temporaries, **parts))
+    return tuple(steps)
