@@ -4,6 +4,7 @@ from html import escape
 
 from lightning_ckpt.cli._measurement import CAUSES, Comparison, Measurement
 from lightning_ckpt.cli._plots import colour, memory_over_a_step, peak_by_cause, time_against_memory
+from lightning_ckpt.cli._style import COLOURS, DRAWN
 from lightning_ckpt.cli._svg import tag
 from lightning_ckpt.cli._words import COLUMNS, described, finding, row
 from lightning_ckpt.sizes import format_size
@@ -18,7 +19,7 @@ def page(comparison: Comparison) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{escape(comparison.target)}: activation checkpointing compared</title>
-<style>{_STYLE}</style>
+<style>{COLOURS}{DRAWN}{_STYLE}</style>
 </head>
 <body>
 <main>
@@ -89,21 +90,6 @@ _OVER_A_STEP = """All of PyTorch's tensors, from the allocator's own events. Rec
 are stretched onto the timed one. The grey outline is plain training."""
 
 _STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #fdfdfc; --ink: #1c1d20; --quiet: #62656c; --line: #e4e4e0; --ghost: #9a9da3;
-  --cause-0: #8c9097; --cause-1: #b0b3b8; --cause-2: #d0d2d5;
-  --policy-0: #5d6168; --policy-1: #1f6fd6; --policy-2: #c75a00; --policy-3: #0b7d6e; --policy-4: #7a45cf;
-  --policy-5: #bd2b73; --policy-6: #6b6f00; --policy-7: #8a5527;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #17181b; --ink: #ececea; --quiet: #a0a3aa; --line: #2c2e33; --ghost: #74777e;
-    --cause-0: #757982; --cause-1: #565a62; --cause-2: #3f4249;
-    --policy-0: #b4b7bd; --policy-1: #6cabff; --policy-2: #ff9d52; --policy-3: #45cdb9; --policy-4: #b695ff;
-    --policy-5: #ff86bb; --policy-6: #c8cb55; --policy-7: #d6a274;
-  }
-}
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 860px; margin: 0 auto; padding: 56px 40px 72px; }
@@ -114,17 +100,6 @@ section { margin-top: 52px; }
 .kicker { margin: 0 0 6px; color: var(--quiet); font-size: 13px; letter-spacing: 0.02em; }
 .lead { font-size: 18px; }
 .quiet { color: var(--quiet); font-size: 14px; max-width: 640px; }
-svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: currentColor; }
-svg .name { font-weight: 600; font-size: 13px; paint-order: stroke; stroke: var(--paper); stroke-width: 4px; }
-svg .value { font-size: 12px; font-variant-numeric: tabular-nums; }
-svg .tick, svg .axis { fill: var(--quiet); font-variant-numeric: tabular-nums; }
-svg .grid { stroke: var(--line); }
-svg .frontier { fill: none; stroke: var(--ghost); stroke-width: 1.5; }
-svg .curve { fill: none; stroke-width: 1.5; stroke-linejoin: round; }
-svg .area { opacity: 0.14; }
-svg .ghost { fill: none; stroke: var(--ghost); stroke-width: 1; }
-svg .phase { stroke: var(--quiet); stroke-dasharray: 2 4; }
-svg .level { stroke-dasharray: 1 3; }
 .multiples { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 20px 24px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; white-space: nowrap; }

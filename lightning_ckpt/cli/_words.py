@@ -51,12 +51,14 @@ def equality(comparison: Comparison) -> str:
     """Say whether every policy computed what plain training does."""
     plain = comparison.plain
     assert plain is not None
-    count = len(plain.digests) - 1
     for one in comparison.measured:
         if different := one.differences(plain):
             more = f" and {len(different) - 1} more" if different[1:] else ""
             return f'With "{one.policy}" the first step differs from plain training\'s in its {different[0]}{more}.'
-    return f"Loss and {count} gradients of the first step are those of plain training, bit for bit, with every policy."
+    tensors = f"{len(plain.digests)} tensors"
+    return (
+        f"Loss and gradients of the first step, {tensors}, are those of plain training, bit for bit, with every policy."
+    )
 
 
 def _equality(one: Measurement, plain: Measurement | None) -> str:
