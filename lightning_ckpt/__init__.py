@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
     from lightning_ckpt.callbacks.batch_size_tuner import BatchSizeTuner
     from lightning_ckpt.callbacks.step_monitor import StepMonitor
+    from lightning_ckpt.estimation import estimate_memory
     from lightning_ckpt.policies import Full, SelectiveOps
     from lightning_ckpt.recompute import checkpoint_blocks
     from lightning_ckpt.replay_state import is_recomputing
@@ -22,6 +23,7 @@ _ROOMS = {
     "SelectiveOps": "policies",
     "StepMonitor": "callbacks.step_monitor",
     "checkpoint_blocks": "recompute",
+    "estimate_memory": "estimation",
     "find_blocks": "blocks",
     "is_recomputing": "replay_state",
     "verify_gradients": "verification",
@@ -37,6 +39,7 @@ __all__ = [  # noqa: RUF022 - in the order a reader meets them
     "find_blocks",
     "is_recomputing",
     "verify_gradients",
+    "estimate_memory",
 ]
 
 

@@ -14,6 +14,7 @@ NAMES = {
     "SelectiveOps",
     "StepMonitor",
     "checkpoint_blocks",
+    "estimate_memory",
     "find_blocks",
     "is_recomputing",
     "verify_gradients",
