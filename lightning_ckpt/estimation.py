@@ -12,7 +12,7 @@ from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.fake_memory import Kind
 from lightning_ckpt.fake_step import DeviceType, FakeTraining, OptimizerFactory
 from lightning_ckpt.fitting import largest_size
-from lightning_ckpt.policies import MemoryBudget, Policy, resolve_policy
+from lightning_ckpt.policies import Full, Policy, SelectiveOps, resolve_policy
 from lightning_ckpt.precision import resolve_precision
 from lightning_ckpt.sizes import UNITS, parse_size
 from lightning_ckpt.training_step import LossFn
@@ -210,11 +210,11 @@ def _resolved(policy: str | Policy) -> Policy | None:
     if policy == PLAIN:
         return None
     resolved = resolve_policy(policy)
-    if isinstance(resolved, MemoryBudget):
-        raise ValueError(
-            f"policy={policy!r}: it plans on what it measures; its peak lies between those of 'full' and 'none'"
-        )
-    return resolved
+    if isinstance(resolved, Full | SelectiveOps):
+        return resolved
+    raise ValueError(
+        f"policy={policy!r}: it plans on what it measures; its peak lies between those of 'full' and 'none'"
+    )
 
 
 def _device(module: nn.Module, device: str | None) -> DeviceType:
