@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from lightning_ckpt.cli import blocks, compare, explain
+from lightning_ckpt.cli import blocks, compare, doctor, explain
 from lightning_ckpt.cli._command import ExamplesAsWritten, UsageError
 
-COMMANDS = {"explain": explain, "blocks": blocks, "compare": compare}
+COMMANDS = {"explain": explain, "blocks": blocks, "compare": compare, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from lightning_ckpt.cli._command import UsageError
 from lightning_ckpt.cli._measurement import STEP, Measurement, Request, StepMemory
 from lightning_ckpt.cli._policies import parse_policy
 from lightning_ckpt.cli._recording import StepRecording
-from lightning_ckpt.cli._target import Target, has_train_loader, load_target
+from lightning_ckpt.cli._target import Target, elements_in, has_train_loader, load_target
 from lightning_ckpt.oom import is_out_of_memory
 
 # Checkpointed blocks learn in their first three forwards which buffers change, and optimizers make their state.
@@ -37,7 +37,15 @@ def measure(request: Request) -> Measurement:
         UsageError: the target or the policy can't be found, or the user's code fails.
     """
     L.seed_everything(request.seed, verbose=False)
-    target = load_target(request.target, configure=False)
+    return measure_target(load_target(request.target, configure=False), request)
+
+
+def measure_target(target: Target, request: Request) -> Measurement:
+    """Train a target that is loaded already, as the request says.
+
+    Raises:
+        UsageError: it can't be trained, or the user's code fails.
+    """
     policy = parse_policy(request.policy)
     watch = _Watch(request.steps)
     callbacks: list[L.Callback] = [watch]
@@ -63,6 +71,7 @@ def measure(request: Request) -> Measurement:
         blocks=watch.blocks,
         seconds=watch.seconds,
         samples=watch.samples,
+        elements=watch.elements,
         memory=watch.memory,
         loss=watch.loss,
         digests=watch.digests,
@@ -116,6 +125,7 @@ class _Watch(L.Callback):
         self.digests: dict[str, str] = {}
         self.loss = float("nan")
         self.samples: int | None = None
+        self.elements = 0
         self.memory: StepMemory | None = None
         self.blocks = 0
         self._last = WARM_UP + steps + RECORDED - 1
@@ -126,7 +136,8 @@ class _Watch(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._step, self.samples = batch_idx, samples_in(batch)
+        self._step = batch_idx
+        self.samples, self.elements = samples_in(batch), elements_in(batch)
         device = trainer.strategy.root_device
         _wait(device)
         if batch_idx == self._last - 1:

@@ -1,7 +1,7 @@
 """What training steps under one policy took, as numbers that travel as JSON between processes; no torch."""
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 # What memory is held for, in the order in which it is drawn: what no policy changes first.
@@ -60,6 +60,7 @@ class Measurement:
         blocks: how many blocks were checkpointed.
         seconds: of each timed step: forward, backward, optimizer step.
         samples: in a batch; None where nobody can tell.
+        elements: in the largest tensor of the batch.
         memory: of one more step.
         loss: of the first step.
         digests: of the loss and of every gradient of the first step, by name.
@@ -72,6 +73,7 @@ class Measurement:
     blocks: int
     seconds: list[float]
     samples: int | None
+    elements: int
     memory: StepMemory
     loss: float
     digests: dict[str, str]
@@ -158,6 +160,14 @@ class Comparison:
             "frontier": [one.policy for one in self.frontier()],
             "failed": self.failed,
         }
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Comparison":
+        """What `as_json` gave."""
+        names = {field.name for field in fields(Measurement)}
+        rows = ({name: one[name] for name in names} for one in value["policies"])
+        measured = tuple(map(Measurement.from_json, rows))
+        return Comparison(target=value["target"], seed=value["seed"], measured=measured, failed=value["failed"])
 
 
 def _against(one: Measurement, plain: Measurement | None) -> dict[str, Any]:

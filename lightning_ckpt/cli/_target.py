@@ -118,6 +118,19 @@ def is_loader(data: Any) -> bool:
     return isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping | list | tuple | str)
 
 
+def elements_in(batch: Any) -> int:
+    """How many elements the largest tensor of a batch has."""
+    if isinstance(batch, Tensor):
+        return batch.numel()
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif hasattr(batch, "__dict__"):  # dataclasses, and what graph libraries batch into
+        batch = vars(batch).values()
+    elif not isinstance(batch, list | tuple):
+        return 0
+    return max(map(elements_in, batch), default=0)
+
+
 def has_train_loader(model: nn.Module) -> bool:
     """Whether a LightningModule brings its own training data."""
     from lightning import LightningModule

@@ -3,7 +3,7 @@
 from lightning_ckpt.cli._measurement import Comparison, Measurement
 from lightning_ckpt.sizes import format_size
 
-COLUMNS = ("policy", "step", "spread", "of plain", "samples/s", "peak", "of plain", "activations", "equal")
+COLUMNS = ("policy", "step, ms", "spread", "of plain", "samples/s", "peak", "of plain", "activations", "equal")
 
 
 def row(one: Measurement, plain: Measurement | None) -> list[str]:
@@ -12,7 +12,7 @@ def row(one: Measurement, plain: Measurement | None) -> list[str]:
     rate = one.samples_per_second
     return [
         one.policy,
-        f"{1000 * one.step_time:.1f} ms",
+        f"{1000 * one.step_time:.1f}",
         f"{(high - low) / one.step_time:.0%}",
         f"{one.step_time / plain.step_time:.2f}" if plain else "",
         "" if rate is None else f"{rate:.1f}",

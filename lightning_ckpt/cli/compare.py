@@ -12,6 +12,7 @@ from lightning_ckpt.cli._measurement import Comparison, Request
 from lightning_ckpt.cli._words import COLUMNS, described, finding, row
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 _EXAMPLES = """\
@@ -60,7 +61,9 @@ def run(options: Namespace) -> int:
     if options.json:
         print_json(comparison.as_json())
     else:
-        _print(comparison)
+        from rich.console import Console
+
+        show(comparison, Console())
     if options.wandb and comparison.measured:
         from lightning_ckpt.cli._to_wandb import log
 
@@ -117,10 +120,8 @@ def _different_on_host(comparison: Comparison) -> bool:
     return plain is not None and plain.on_host and not comparison.equal
 
 
-def _print(comparison: Comparison) -> None:
-    from rich.console import Console
-
-    console = Console()
+def show(comparison: Comparison, console: "Console") -> None:
+    """Print what came of it for a person: the table, what could not be measured, and a sentence."""
     if comparison.measured:
         console.print(_table(comparison))
     for name, reason in comparison.failed.items():
@@ -135,9 +136,12 @@ def _table(comparison: Comparison) -> "Table":
     from rich.table import Table
 
     caption = described(comparison.measured[0])
-    table = Table(title=comparison.target, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=comparison.target, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.pad_edge = False
     for number, name in enumerate(COLUMNS):
-        table.add_column(name.replace("of ", "of\n").replace("/", "\n/"), justify="right" if number else "left")
+        # Broken by hand, so that a table of short names fits into 80 columns.
+        broken = name.replace("activations", "activa-\ntions").replace(" ", "\n").replace("/", "\n/")
+        table.add_column(broken, justify="right" if number else "left", no_wrap=bool(number))
     for one in comparison.measured:
         table.add_row(*row(one, comparison.plain))
     return table

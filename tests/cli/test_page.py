@@ -28,6 +28,7 @@ def measurement(policy: str, milliseconds: float, mib: int, digest: str = "a") -
         blocks=4,
         seconds=[milliseconds / 1000 * factor for factor in (0.98, 1.0, 1.02)],
         samples=8,
+        elements=1024,
         memory=memory,
         loss=1.0,
         digests={"loss": "b", "gradient of weight": digest},

@@ -1,0 +1,119 @@
+"""`lightning-ckpt doctor`: the field's common mistakes, each as a check with its evidence and its cure."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_ckpt.cli._command import TRAINING_HELP, UsageError, command_parser, print_json
+from lightning_ckpt.cli._findings import Finding
+from lightning_ckpt.sizes import parse_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lightning_ckpt.cli._patient import Conditions
+
+_EXAMPLES = """\
+  lightning-ckpt doctor examples/train_gpt.py:training
+  lightning-ckpt doctor mypackage.training:make --policy selective --max-slowdown 1.2
+  lightning-ckpt doctor mypackage.training:make --memory-limit 24GiB --json"""
+
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "red bold", "skip": "dim"}
+
+
+def parser() -> ArgumentParser:
+    """Return the command's parser."""
+    command = command_parser("Check a module for what goes wrong with activation checkpointing.", _EXAMPLES)
+    command.add_argument("target", metavar="TARGET", type=str, help=TRAINING_HELP)
+    command.add_argument("--policy", type=str, default="full", help="the policy to train with, as compare writes it")
+    command.add_argument(
+        "--blocks",
+        action="append",
+        metavar="CLASS|GLOB",
+        help="a class name or a glob on qualified names, again for more; left out: the repeated blocks are found",
+    )
+    command.add_argument("--preserve-rng-state", type=bool, default=True, help="as you give it to the callback")
+    command.add_argument("--max-slowdown", type=float, default=1.5, metavar="RATIO", help="of step times, accepted")
+    command.add_argument(
+        "--memory-limit", type=str | None, default=None, metavar="SIZE", help="like 24GiB; left out: the device's own"
+    )
+    command.add_argument("--steps", type=int, default=10, metavar="N", help="steps to time")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout")
+    return command
+
+
+def run(options: Namespace) -> int:
+    """Print the findings; return 0, or 1 when a check failed."""
+    findings = _examine(options, _conditions(options))
+    if options.json:
+        rows = [{"check": name, **asdict(finding)} for name, finding in findings.items()]
+        print_json({"target": options.target, "policy": options.policy, "findings": rows})
+    else:
+        from rich.console import Console
+
+        Console().print(table(options.target, findings))
+    return 1 if any(finding.status == "fail" for finding in findings.values()) else 0
+
+
+def _conditions(options: Namespace) -> "Conditions":
+    from lightning_ckpt.cli._patient import Conditions
+    from lightning_ckpt.cli._policies import parse_policy
+
+    if not options.max_slowdown > 0:
+        raise UsageError(f"--max-slowdown {options.max_slowdown:g}: accepted is a ratio above 0, like 1.5")
+    if options.steps < 1:
+        raise UsageError(f"--steps {options.steps}: accepted is a whole number of at least 1")
+    policy = parse_policy(options.policy)
+    if policy is None:
+        raise UsageError(f"--policy {options.policy}: there is nothing to check in plain training")
+    try:
+        limit = parse_size(options.memory_limit, name="--memory-limit") if options.memory_limit else None
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Conditions(
+        policy=policy,
+        blocks=options.blocks,
+        preserve_rng_state=options.preserve_rng_state,
+        max_slowdown=options.max_slowdown,
+        memory_limit=limit,
+    )
+
+
+def _examine(options: Namespace, conditions: "Conditions") -> dict[str, Finding]:
+    import lightning as L
+
+    from lightning_ckpt.cli._checks import examine, quiet
+    from lightning_ckpt.cli._fresh import OutOfMemory, measure_fresh
+    from lightning_ckpt.cli._measurement import Measurement, Request
+    from lightning_ckpt.cli._patient import Patient
+    from lightning_ckpt.cli._target import load_target
+
+    def measure(checkpointed: bool) -> Measurement:
+        policy = options.policy if checkpointed else "none"
+        asked = {"steps": options.steps, "seed": options.seed, "blocks": options.blocks}
+        try:
+            return measure_fresh(Request(target=options.target, policy=policy, **asked))
+        except OutOfMemory as error:
+            raise UsageError(f"{policy}: {error}") from error
+
+    L.seed_everything(options.seed, verbose=False)
+    with quiet():
+        return examine(Patient(load_target(options.target), conditions, measure))
+
+
+def table(target: str, findings: dict[str, Finding]) -> "Table":
+    """Return the findings for a person: evidence, and under it what to type."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = {status: sum(f.status == status for f in findings.values()) for status in _STYLES}
+    caption = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    printed = Table("check", "", "evidence", title=target, caption=caption, box=SIMPLE_HEAD, show_edge=False)
+    for name, finding in findings.items():
+        said = Text(finding.evidence)
+        if finding.cure:
+            said.append(f"\n→ {finding.cure}", style="bold")
+        printed.add_row(name, Text(finding.status, style=_STYLES[finding.status]), said)
+    return printed
