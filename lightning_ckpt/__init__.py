@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from lightning_ckpt.callbacks.batch_size_tuner import BatchSizeTuner
     from lightning_ckpt.callbacks.step_monitor import StepMonitor
     from lightning_ckpt.estimation import estimate_memory
-    from lightning_ckpt.policies import Full, SelectiveOps
+    from lightning_ckpt.policies import Full, MemoryBudget, SelectiveOps
+    from lightning_ckpt.profiling import profile_blocks
     from lightning_ckpt.recompute import checkpoint_blocks
     from lightning_ckpt.replay_state import is_recomputing
     from lightning_ckpt.verification import verify_gradients
@@ -20,12 +21,14 @@ _ROOMS = {
     "ActivationCheckpointing": "callbacks.activation_checkpointing",
     "BatchSizeTuner": "callbacks.batch_size_tuner",
     "Full": "policies",
+    "MemoryBudget": "policies",
     "SelectiveOps": "policies",
     "StepMonitor": "callbacks.step_monitor",
     "checkpoint_blocks": "recompute",
     "estimate_memory": "estimation",
     "find_blocks": "blocks",
     "is_recomputing": "replay_state",
+    "profile_blocks": "profiling",
     "verify_gradients": "verification",
 }
 
@@ -35,11 +38,13 @@ __all__ = [  # noqa: RUF022 - in the order a reader meets them
     "BatchSizeTuner",
     "Full",
     "SelectiveOps",
+    "MemoryBudget",
     "checkpoint_blocks",
     "find_blocks",
     "is_recomputing",
     "verify_gradients",
     "estimate_memory",
+    "profile_blocks",
 ]
 
 

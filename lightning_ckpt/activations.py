@@ -46,7 +46,7 @@ def kept_by_modules(model: nn.Module, blocks: Collection[str], run: Callable[[],
 
     def pack(tensor: Tensor) -> Tensor:
         keeping.note(running[-1], tensor)
-        return tensor
+        return tensor.detach()  # a result that its own graph node holds as it is would never be freed
 
     with _telling(model, blocks, running), saved_tensors_hooks(pack, lambda tensor: tensor):
         run()

@@ -3,12 +3,12 @@
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import chain, count, islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from lightning_ckpt._compat import inside_transform, is_sharded, without_modes
 from lightning_ckpt.activations import Keeping
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.block_state import Buffers, Parameters
-from lightning_ckpt.policies import Policy
+from lightning_ckpt.policies import Policy, ReplayContexts
 from lightning_ckpt.replay_state import Environment, is_recomputing, recomputing
 from lightning_ckpt.segments import CALLED_AGAIN, Segment
 from lightning_ckpt.value_check import Comparisons, ValueCheck
@@ -28,6 +28,16 @@ from lightning_ckpt.witness import Witness
 _log = logging.getLogger(__name__)
 
 DeterminismCheck = Literal["default", "values", "none"]
+
+
+class Observer(Protocol):
+    """Who looks on as blocks run, while somebody measures."""
+
+    def forward_begins(self, name: str) -> None:
+        """A block that has something to save is about to run."""
+
+    def forward_ends(self, name: str, call: "Call | None", tensors: Sequence[Tensor], output: Any) -> None:
+        """It ran. `call` is what replays it, with `tensors` as its inputs; `None` where it is kept whole."""
 
 
 class Application:
@@ -50,6 +60,7 @@ class Application:
         self.contexts = policy.contexts()
         self.latest: weakref.ref[Environment] | None = None  # of the latest call, while its graph lives
         self.keeping: Keeping | None = None  # counts what blocks let go, while somebody measures
+        self.observers: tuple[Observer, ...] = ()
         self.comparisons = Comparisons()
         self.calls = count()
         self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
@@ -140,6 +151,9 @@ class CheckpointedForward:
         early_stop: whether a replay ends once the last tensor that backward needs is there.
         replaced: the forward that another library had put on the instance. The class's own is looked up at each call,
             since `fully_shard` swaps the class.
+
+    Attributes:
+        contexts: what goes around the block's forward and replay; `None` where the block is kept whole.
     """
 
     def __init__(
@@ -156,6 +170,7 @@ class CheckpointedForward:
         self.replaced = replaced
         self.active = True
         self.buffers = Buffers()
+        self.contexts: ReplayContexts | None = how.contexts
         self._block = weakref.ref(block)
 
     @property
@@ -177,14 +192,28 @@ class CheckpointedForward:
         if torch.compiler.is_compiling():
             # The compiler tracks tensors wherever they are; keywords are kept from `checkpoint`, which has its own.
             return self.how.run_compiled(lambda *given: self.plain(block, *given, **kwargs), args)
+        if self.contexts is None and not self.how.observers:
+            return self.plain(block, *args, **kwargs)
         arguments = Arguments(args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(arguments.tensors, block.parameters())):
             return self.plain(block, *args, **kwargs)
-        segment = self.how.segment_for(self.name, block, arguments)
+        observers = self.how.observers
+        for observer in observers:
+            observer.forward_begins(self.name)
+        segment = self.how.segment_for(self.name, block, arguments) if self.contexts else None
         tensors = arguments.take_tensors()
+        call = self._call(block, arguments, tensors) if segment else None
+        if segment and call:
+            output = segment.run(call, tensors, lambda: call.forward(tensors, args, kwargs))
+        else:
+            output = self.plain(block, *args, **kwargs)
+        for observer in observers:
+            observer.forward_ends(self.name, call, tensors, output)
+        return output
+
+    def _call(self, block: nn.Module, arguments: Arguments, tensors: Sequence[Tensor]) -> "Call":
         with without_modes():
-            call = _Call(self, block, arguments, tensors)
-        return segment.run(call, tensors, lambda: call.forward(tensors, args, kwargs))
+            return Call(self, self.contexts or ReplayContexts(), block, arguments, tensors)
 
     def plain(self, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The forward that was there before."""
@@ -210,19 +239,25 @@ class CheckpointedForward:
         return CheckpointedForward, (self.block, self.name, self.how, self.early_stop, self.replaced)
 
 
-class _Call:
+class Call:
     """One call of a checkpointed block: its forward, then a replay each time backward asks for one.
 
     It keeps the block alive, since a graph may go backward after its model is gone.
     """
 
     def __init__(
-        self, forward: CheckpointedForward, block: nn.Module, arguments: Arguments, tensors: Sequence[Tensor]
+        self,
+        forward: CheckpointedForward,
+        contexts: ReplayContexts,
+        block: nn.Module,
+        arguments: Arguments,
+        tensors: Sequence[Tensor],
     ) -> None:
         self.name = forward.name
         self.early_stop = forward.early_stop
+        self.block = block
         self._forward = forward
-        self._block = block
+        self._contexts = contexts
         self._arguments = arguments
         how = forward.how
         devices = (*tensors, *islice(block.parameters(), 1))
@@ -233,7 +268,7 @@ class _Call:
         self._buffers = forward.buffers.before_forward(block)
         # Attributes cost more to look at than they usually tell: while buffers are learned, and no longer.
         self._witness = Witness(block) if forward.buffers.learning else None
-        self._around_forward, self._around_replay = how.contexts.make()
+        self._around_forward, self._around_replay = contexts.make()
         self._check: ValueCheck | None = None
         if how.determinism_check == "values":
             self._check = ValueCheck(self.name, block, how.preserve_rng_state, how.comparisons, next(how.calls))
@@ -242,11 +277,11 @@ class _Call:
         """The forward pass: it gets the caller's own objects, which it may fill."""
         versions = [version_of(tensor) for tensor in tensors]
         with self._around_forward, self._check.forward() if self._check else nullcontext():
-            output = self._forward.plain(self._block, *args, **kwargs)
+            output = self._forward.plain(self.block, *args, **kwargs)
         if self._forward.how.keeping:
             self._forward.how.keeping.let_go()
         with without_modes():
-            self._forward.buffers.after_forward(self._block, self._buffers)
+            self._forward.buffers.after_forward(self.block, self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
             if version_of(tensor) != version:
                 raise self._changed_in_place(tensor)
@@ -254,21 +289,32 @@ class _Call:
 
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward pass again, on the arguments, random numbers, parameters and buffers of then."""
-        forward, block, nested = self._forward, self._block, is_recomputing()
-        args, kwargs = self._arguments.rebuild(tensors)
-        forward.how.contexts.on_replay()
+        nested = is_recomputing()
+        self._contexts.on_replay()
         if self._witness:
-            forward.how.tell_of_attributes(self.name, type(block), self._witness.changes(Witness(block)))
+            changes = self._witness.changes(Witness(self.block))
+            self._forward.how.tell_of_attributes(self.name, type(self.block), changes)
+        return self.again(tensors, self._around(nested))
+
+    def _around(self, nested: bool) -> Iterator[AbstractContextManager[Any]]:
+        # What watches operators comes last: the copying of buffers is none of the block's.
+        yield self._around_replay()
+        if self._check:
+            yield self._check.replay(nested)
+
+    def again(self, tensors: Sequence[Tensor], around: Iterable[AbstractContextManager[Any]] = ()) -> Sequence[Tensor]:
+        """What a replay runs, and nothing that checks or tells: for whoever measures it."""
+        args, kwargs = self._arguments.rebuild(tensors)
         with (
             recomputing(),
             self._environment.restored(),
             self._parameters.as_then(self.name),
-            forward.buffers.as_before(self._buffers),
+            self._forward.buffers.as_before(self._buffers),
+            ExitStack() as stack,
         ):
-            watch = self._check.replay(nested) if self._check else nullcontext()
-            # What watches operators comes last: the copying of buffers is none of the block's.
-            with self._around_replay(), watch:
-                output = forward.plain(block, *args, **kwargs)
+            for context in around:
+                stack.enter_context(context)
+            output = self._forward.plain(self.block, *args, **kwargs)
         return Arguments((output,), {}).take_tensors()
 
     def saves(self, tensor: Tensor) -> None:
@@ -290,7 +336,7 @@ class _Call:
 
     def _changed_in_place(self, tensor: Tensor) -> RuntimeError:
         return RuntimeError(
-            f"The block {self._forward.name!r} ({type(self._block).__name__}) changed one of its inputs in place (a "
+            f"The block {self._forward.name!r} ({type(self.block).__name__}) changed one of its inputs in place (a "
             f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}), so it can't be replayed from that input. Write "
             "`x = x + 1` for `x += 1`, turn off `inplace=True` in the block's first layer, or leave the block out of "
             "`blocks`."

@@ -55,8 +55,8 @@ class KeptResults:
         kept = _Kept()
         if keep:
             kept.result = _detached(result)
-            kept.memory = frozenset(map(storage_id, _tensors(result)))
-            kept.random_state = _RandomState(_tensors(result)) if _is_random(op) else None
+            kept.memory = frozenset(map(storage_id, tensors_in(result)))
+            kept.random_state = _RandomState(tensors_in(result)) if _is_random(op) else None
         self._calls[op].append(kept)
 
     def _take(self, op: Any, counts: defaultdict[Any, int]) -> _Kept | None:
@@ -73,10 +73,10 @@ class KeptResults:
         Told by memory, not by the tensors' versions: a GRU on the CPU overwrites parts of a result that share its
         memory and not its version.
         """
-        written = frozenset(map(storage_id, _written(op, args, kwargs)))
-        if written:
+        memory = frozenset(map(storage_id, written(op, args, kwargs)))
+        if memory:
             for kept in (kept for calls in self._calls.values() for kept in calls):
-                if not kept.memory.isdisjoint(written):
+                if not kept.memory.isdisjoint(memory):
                     kept.result, kept.memory = None, frozenset()
 
 
@@ -124,22 +124,23 @@ def _is_random(op: Any) -> bool:
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def written(op: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors whose values an operator changes in place."""
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable or torch.Tag.inplace_view in op.tags:
         return  # the last kind (`squeeze_`) changes a tensor's shape and none of its values
     for index, given in enumerate(schema.arguments):
         if given.alias_info is not None and given.alias_info.is_write:
-            yield from _tensors(args[index] if index < len(args) else kwargs.get(given.name))
+            yield from tensors_in(args[index] if index < len(args) else kwargs.get(given.name))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments, or of its result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 def _detached(result: Any) -> Any:

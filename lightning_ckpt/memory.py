@@ -11,6 +11,7 @@ import re
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -23,6 +24,9 @@ from lightning_ckpt import _compat
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+
+# Bytes that nothing else asks for and gives back at once.
+_MARK = 12347
 
 
 @runtime_checkable
@@ -161,12 +165,15 @@ class AllocatorReader:
     def __init__(self, *, limit: int | None = None) -> None:
         self._limit = limit
         self._now = self._peak = 0
+        self._stretch = 0
+        self._marked: list[int] = []
         self._recording: _compat.AllocationRecording | None = None
 
     def __enter__(self) -> Self:
         if self._recording is not None:
             raise RuntimeError("this AllocatorReader is already entered; make a second one to measure inside it")
-        self._now = self._peak = 0
+        self._now = self._peak = self._stretch = 0
+        self._marked = []
         self._recording = _compat.AllocationRecording()
         return self
 
@@ -196,14 +203,78 @@ class AllocatorReader:
         """Return the limit this reader was given."""
         return self._limit
 
+    def mark(self) -> None:
+        """End a stretch here; also within a backward pass, where nothing can be read."""
+        with _compat.without_modes():
+            torch.empty(_MARK, dtype=torch.uint8, device="cpu")  # seen among the events, in its place
+
+    def marked(self) -> list[int]:
+        """Return the peak of each stretch that ended since this was last asked for."""
+        self._read()
+        marked, self._marked = self._marked, []
+        return marked
+
     def _read(self) -> None:
+        if _compat.backward_under_way() != -1:
+            raise RuntimeError(
+                "an AllocatorReader can't be read within a backward pass: the recording would end with it"
+            )
         if self._recording is not None:
             self._count(self._recording.restart())
 
     def _count(self, deltas: list[int]) -> None:
-        for delta in deltas:
+        for delta, following in zip_longest(deltas, deltas[1:], fillvalue=0):
+            if delta == _MARK == -following:
+                self._marked.append(self._stretch)
+                self._stretch = self._now
             self._now += delta
-            self._peak = max(self._peak, self._now)
+            if delta != _MARK:
+                self._peak, self._stretch = max(self._peak, self._now), max(self._stretch, self._now)
+
+
+class ExactHostReader:
+    """The resident size on entering, plus every byte of PyTorch's CPU allocator since.
+
+    A resident size keeps what a step has freed, so the peaks of a step's parts can't be told apart by it.
+
+    Args:
+        host: where the resident size is read.
+    """
+
+    def __init__(self, host: HostReader) -> None:
+        self._host = host
+        self._allocated = AllocatorReader()
+        self._before = 0
+
+    def __enter__(self) -> Self:
+        self._before = self._host.current()
+        self._allocated.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._allocated.__exit__(kind, error, trace)
+
+    def reset_peak(self) -> None:
+        """Start a new interval at what is allocated now."""
+        self._allocated.reset_peak()
+
+    def peak(self) -> int:
+        """Return the highest bytes since the last reset."""
+        return self._before + self._allocated.peak()
+
+    def limit(self) -> int | None:
+        """Return what this process can hold now, as the host tells."""
+        return self._host.limit()
+
+    def mark(self) -> None:
+        """End a stretch here."""
+        self._allocated.mark()
+
+    def marked(self) -> list[int]:
+        """Return the peak of each stretch that ended since this was last asked for."""
+        return [self._before + peak for peak in self._allocated.marked()]
 
 
 _overrides: list[MemoryReader] = []
@@ -246,16 +317,14 @@ class Interval:
         reader: what is read.
     """
 
-    _open: "weakref.WeakSet[Interval]" = weakref.WeakSet()
-
     def __init__(self, reader: MemoryReader) -> None:
         self.reader = reader
         self._peak = self._reserved = 0  # before the latest reset of another
-        self._open.add(self)
+        _intervals.add(self)
 
     def reset_peak(self) -> None:
         """Start a new interval."""
-        for other in self._open:
+        for other in _intervals:
             if other is not self and _same_memory(other.reader, self.reader):
                 other._peak = other.peak()
                 other._reserved = other.peak_reserved()
@@ -274,6 +343,46 @@ class Interval:
     def limit(self) -> int | None:
         """Return the most this process can hold now, in bytes, or None when nobody knows."""
         return self.reader.limit()
+
+
+_intervals: "weakref.WeakSet[Interval]" = weakref.WeakSet()
+
+
+class Marks(Protocol):
+    """Tells the peaks of one stretch after the other."""
+
+    def mark(self) -> None:
+        """End a stretch here, and begin the next."""
+
+    def marked(self) -> list[int]:
+        """Return the peak of each stretch that ended since this was last asked for, in bytes."""
+
+
+class ResetMarks:
+    """Marks by reading and resetting the peak: what accelerators' counters allow anywhere.
+
+    Args:
+        interval: what is read.
+    """
+
+    def __init__(self, interval: Interval) -> None:
+        self._interval = interval
+        self._peaks: list[int] = []
+
+    def mark(self) -> None:
+        """End a stretch here, and begin the next."""
+        self._peaks.append(self._interval.peak())
+        self._interval.reset_peak()
+
+    def marked(self) -> list[int]:
+        """Return the peak of each stretch that ended since this was last asked for, in bytes."""
+        peaks, self._peaks = self._peaks, []
+        return peaks
+
+
+def marks_of(reader: MemoryReader) -> Marks:
+    """Return what tells the stretches of a step apart by this reader."""
+    return reader if isinstance(reader, AllocatorReader | ExactHostReader) else ResetMarks(Interval(reader))
 
 
 def _same_memory(one: MemoryReader, other: MemoryReader) -> bool:

@@ -47,13 +47,24 @@ class Phase:
         peak: its highest memory when everything is replayed, in bytes.
         live: for each block, how many of its calls' kept bytes are held then: 0 or 1, more for a block that is called
             several times.
-        own: the block whose backward pass this is; None for any other phase.
+        own: the block that runs in it; None where none does.
+        beyond: for each option of that block, bytes beyond what replaying all of it needs in this phase; left out, it
+            is the options' `own`.
     """
 
     name: str
     peak: int
     live: tuple[int, ...]
     own: int | None = None
+    beyond: tuple[int, ...] | None = None
+
+    def needs(self, block: int, options: Sequence[Option]) -> list[int]:
+        """Return what each option of a block adds to this phase, in bytes."""
+        kept = [option.kept * self.live[block] for option in options]
+        if block != self.own:
+            return kept
+        beyond = [option.own for option in options] if self.beyond is None else self.beyond
+        return [held + more for held, more in zip(kept, beyond, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,7 @@ def solve(
     """Choose one option for each block, so that every phase stays within the budget and the added time is least.
 
     The predicted peak of a phase is its `peak`, plus `kept` of every block's option times the block's `live`, plus
-    `own` of the option of the block whose backward pass it is.
+    what the option of the block that runs needs beyond replaying it all.
 
     No block of a plan that fits could move to an option of less time and still fit. The same numbers give the same
     plan, unless the solver runs out of time on one machine and not on another. When nothing fits, also because of a
@@ -178,10 +189,8 @@ def _ratio(seconds: float, cost: float) -> float:
 
 def _problem(options: Sequence[Sequence[Option]], phases: Sequence[Phase], budget: int) -> Knapsack:
     """One group a block, one limit a phase: what it has left below the budget with everything replayed."""
-    live = np.array([phase.live for phase in phases], dtype=np.int64).T
-    own = np.array([[phase.own == block for phase in phases] for block in range(len(options))], dtype=np.int64)
     needs = [
-        np.array([option.kept * live[block] + option.own * own[block] for option in group])
+        np.array([phase.needs(block, group) for phase in phases], dtype=np.int64).T
         for block, group in enumerate(options)
     ]
     seconds = [[option.seconds for option in group] for group in options]
@@ -228,10 +237,11 @@ def _check(
     if not phases:
         raise ValueError(f"phases={phases!r} is no training step: give at least one phase")
     for index, phase in enumerate(phases):
-        _check_phase(f"phases[{index}]", phase, len(options))
+        _check_phase(f"phases[{index}]", phase, options)
 
 
-def _check_phase(name: str, phase: Phase, blocks: int) -> None:
+def _check_phase(name: str, phase: Phase, options: Sequence[Sequence[Option]]) -> None:
+    blocks = len(options)
     if len(phase.live) != blocks:
         raise ValueError(
             f"{name}.live has {len(phase.live)} entries for {blocks} blocks: give one for each item of options"
@@ -241,6 +251,10 @@ def _check_phase(name: str, phase: Phase, blocks: int) -> None:
     if phase.own is not None and not 0 <= phase.own < blocks:
         raise ValueError(
             f"{name}.own={phase.own!r} is no block: give an index into options, 0 to {blocks - 1}, or None"
+        )
+    if phase.beyond is not None and (phase.own is None or len(phase.beyond) != len(options[phase.own])):
+        raise ValueError(
+            f"{name}.beyond={phase.beyond!r} does not fit own={phase.own!r}: give one size an option of that block"
         )
 
 

@@ -1,6 +1,7 @@
 """What a checkpointed block recomputes and what it keeps: policies as frozen values."""
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from lightning_ckpt._compat import OpOverload, OpOverloadPacket
 from lightning_ckpt.kept_results import KeptResults
 from lightning_ckpt.operators import COMPUTE, MATMULS, PRESETS, Operator, resolve, resolve_all
+from lightning_ckpt.sizes import parse_size
 
 _log = logging.getLogger(__name__)
 
@@ -216,6 +218,89 @@ class SelectiveOps:
 
 
 @dataclass(frozen=True)
+class MemoryBudget:
+    """Recompute only what a memory budget asks, on measurement: the least replay time that meets it.
+
+    Everything is checkpointed at first, which fits if anything does. The first steps measure what each block keeps and
+    how long its replay takes, and give memory back where it buys the most time, until the budget is used.
+
+    Args:
+        budget: the highest peak of a training step: a fraction of the memory that the device has for this process,
+            above 0 and up to 1.0, or a size: `"40GiB"`, or a whole number of bytes.
+
+    Raises:
+        ValueError: neither a fraction nor a size.
+    """
+
+    budget: float | int | str = 0.9
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, float) and 0 < self.budget <= 1:
+            return
+        try:
+            if isinstance(self.budget, float):
+                raise ValueError(self.budget)
+            parse_size(self.budget)
+        except ValueError:
+            raise ValueError(
+                f"MemoryBudget(budget={self.budget!r}): accepted are a fraction of the device's memory, above 0 and up "
+                'to 1.0, and a size: "40GiB", or a whole number of bytes'
+            ) from None
+
+    def __str__(self) -> str:
+        return _short(self)
+
+    def nbytes(self, limit: int | None) -> int:
+        """The budget in bytes, where the process can hold `limit`.
+
+        Raises:
+            ValueError: a fraction of a limit that nobody knows.
+        """
+        if not isinstance(self.budget, float):
+            return parse_size(self.budget)
+        if limit is None:
+            raise ValueError(
+                f"{self}: a fraction of a memory that this device does not tell; give a size, MemoryBudget('40GiB')"
+            )
+        return int(limit * self.budget)
+
+    def choose(self, count: int) -> list[int]:
+        """Indices of the blocks to checkpoint among `count` blocks: all of them, until a plan says otherwise."""
+        return list(range(count))
+
+    def span(self, chosen: int) -> int:
+        """How many blocks a segment takes at most: one."""
+        return 1
+
+    def contexts(self) -> "ReplayContexts":
+        """Nothing around forward or replay, until a plan says otherwise."""
+        return ReplayContexts()
+
+
+def keeping_calls(calls: Iterable[str]) -> "ReplayContexts":
+    """Keep the results of single operator calls: `"aten.mm.default#1"` is the second `mm` of a block's forward."""
+    wanted: defaultdict[Any, set[int]] = defaultdict(set)
+    for call in calls:
+        name, _, place = call.partition("#")
+        for overload in resolve(name):
+            wanted[overload].add(int(place))
+
+    def make() -> Contexts:
+        counts: Counter[Any] = Counter()
+
+        def keep(op: Any) -> bool | None:
+            if op not in wanted:
+                return None
+            counts[op] += 1
+            return counts[op] - 1 in wanted[op]
+
+        results = KeptResults(keep)
+        return results.forward(), results.replay
+
+    return ReplayContexts(make)
+
+
+@dataclass(frozen=True)
 class ReplayContexts:
     """What a policy puts around the calls of its blocks.
 
@@ -230,7 +315,7 @@ class ReplayContexts:
     on_replay: Callable[[], None] = lambda: None
 
 
-Policy: TypeAlias = Full | SelectiveOps
+Policy: TypeAlias = Full | SelectiveOps | MemoryBudget
 
 
 def resolve_policy(policy: str | Policy) -> Policy:
@@ -239,14 +324,14 @@ def resolve_policy(policy: str | Policy) -> Policy:
     Raises:
         ValueError: an unknown shorthand, or something that is no policy.
     """
-    if isinstance(policy, Full | SelectiveOps):
+    if isinstance(policy, Full | SelectiveOps | MemoryBudget):
         return policy
-    if policy == "full":
-        return Full()
-    if policy == "selective":
-        return SelectiveOps()
+    shorthands: dict[str, Policy] = {"full": Full(), "selective": SelectiveOps(), "auto": MemoryBudget()}
+    if isinstance(policy, str) and policy in shorthands:
+        return shorthands[policy]
     raise ValueError(
-        f'policy={policy!r}: accepted are "full", "selective", and the policy objects Full(...) and SelectiveOps(...)'
+        f'policy={policy!r}: accepted are "full", "selective", "auto", and the policy objects Full(...), '
+        "SelectiveOps(...) and MemoryBudget(...)"
     )
 
 

@@ -6,7 +6,7 @@ A checkpointed block keeps its class, its place and its names. Only its `forward
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 from lightning_ckpt._compat import DropoutBase
 from lightning_ckpt.activations import Keeping, kept_by_modules
 from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
-from lightning_ckpt.checkpointed_forward import Application, CheckpointedForward, DeterminismCheck
+from lightning_ckpt.checkpointed_forward import Application, CheckpointedForward, DeterminismCheck, Observer
 from lightning_ckpt.coverage import Coverage, Portion
 from lightning_ckpt.owners import owner_of
-from lightning_ckpt.policies import Policy, resolve_policy
+from lightning_ckpt.policies import Policy, keeping_calls, resolve_policy
 from lightning_ckpt.snapshot import Snapshot
+from lightning_ckpt.treatments import Treatment
 
 
 class CheckpointedBlocks:
@@ -42,6 +43,7 @@ class CheckpointedBlocks:
         self._forwards = forwards
         self._application = application
         self._coverage = coverage
+        self._parts: list[CheckpointedForward] = []
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -83,8 +85,44 @@ class CheckpointedBlocks:
         check_determinism(check)
         self._application.determinism_check = check
 
+    def treat(self, treatments: Mapping[str, Treatment]) -> None:
+        """Treat blocks otherwise from their next forward on; those not named are replayed whole.
+
+        Args:
+            treatments: by qualified name of a checkpointed block. All are checked before any holds.
+
+        Raises:
+            ValueError: a block that is not checkpointed, or a submodule that its block does not have.
+        """
+        for name, treatment in treatments.items():
+            if name not in self._forwards:
+                raise ValueError(f"{name!r} is no checkpointed block; those are: {', '.join(self._forwards)}")
+            if treatment.kept == "rest" and treatment.part not in dict(self._forwards[name].block.named_modules()):
+                raise ValueError(f"block {name!r} has no submodule {treatment.part!r}")
+        self._remove_parts()
+        for name, forward in self._forwards.items():
+            self._treat(forward, treatments.get(name, Treatment()))
+
+    def _treat(self, forward: CheckpointedForward, treatment: Treatment) -> None:
+        if treatment.kept == "rest":
+            part = forward.block.get_submodule(treatment.part)
+            self._parts.append(install(part, f"{forward.name}.{treatment.part}", self._application))
+        if treatment.kept == "nothing":
+            forward.contexts = self._application.contexts
+        else:
+            forward.contexts = keeping_calls(treatment.calls) if treatment.kept == "calls" else None
+
+    def _remove_parts(self) -> None:
+        while self._parts:
+            self._parts.pop().remove()
+
+    def observe(self, *observers: Observer) -> None:
+        """Let these look on from now on, instead of those that did."""
+        self._application.observers = observers
+
     def remove(self) -> None:
         """Give every block its own forward back. A second call does nothing."""
+        self._remove_parts()
         for forward in self._forwards.values():
             forward.remove()
         self._forwards = {}
@@ -113,7 +151,8 @@ def checkpoint_blocks(
 
     Args:
         model: any module. It keeps its class, names and `state_dict`.
-        policy: `"full"`, `"selective"`, `Full(...)` or `SelectiveOps(...)`.
+        policy: `"full"`, `"selective"`, `"auto"`, `Full(...)`, `SelectiveOps(...)` or `MemoryBudget(...)`. Under the
+            last everything is checkpointed until a `BudgetLoop` has measured some steps; the callback has one.
         blocks: what to checkpoint; see `find_blocks`.
         preserve_rng_state: replay with the random numbers of the forward. Without it a replayed dropout draws another
             mask, and the gradients are wrong.
@@ -151,7 +190,7 @@ def checkpoint_blocks(
     portions = (Portion(name, type(block).__name__, _count(block), left_alone[name]) for name, block in found)
     coverage = Coverage(str(policy), tuple(portions), _count(model))
     application = Application(policy, policy.span(len(covered)), preserve_rng_state, determinism_check)
-    forwards = {name: _replace(block, name, application) for name, block in covered}
+    forwards = {name: install(block, name, application) for name, block in covered}
     return CheckpointedBlocks(model, forwards, application, coverage)
 
 
@@ -223,7 +262,8 @@ def _warn_of_chance(chosen: list[tuple[str, nn.Module]]) -> None:
                 return
 
 
-def _replace(block: nn.Module, name: str, application: Application) -> CheckpointedForward:
+def install(block: nn.Module, name: str, application: Application) -> CheckpointedForward:
+    """Put a checkpointed forward in the place of a block's own; its `remove` undoes it."""
     # RReLU's noise is saved before its kernel fills it: a replay that stops there hands out garbage (pytorch issue
     # 193671).
     early_stop = not any(isinstance(module, nn.RReLU) for module in block.modules())

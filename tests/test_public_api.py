@@ -11,12 +11,14 @@ NAMES = {
     "ActivationCheckpointing",
     "BatchSizeTuner",
     "Full",
+    "MemoryBudget",
     "SelectiveOps",
     "StepMonitor",
     "checkpoint_blocks",
     "estimate_memory",
     "find_blocks",
     "is_recomputing",
+    "profile_blocks",
     "verify_gradients",
 }
 

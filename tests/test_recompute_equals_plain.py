@@ -8,7 +8,7 @@ from torch import nn
 
 from equality import assert_equal, trace, twins
 from lightning_ckpt import Full, SelectiveOps, checkpoint_blocks
-from lightning_ckpt.checkpointed_forward import _Call
+from lightning_ckpt.checkpointed_forward import Call
 from zoo import GPT, ZOO, Specimen
 
 POLICIES = {"full": "full", "every-2": Full(every=2), "selective": "selective", "attention": SelectiveOps("attention")}
@@ -23,8 +23,8 @@ def batches(specimen: Specimen) -> list:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the blocks that were replayed, in order."""
     names: list[str] = []
-    replay = _Call.replay
-    monkeypatch.setattr(_Call, "replay", lambda call, tensors: names.append(call.name) or replay(call, tensors))
+    replay = Call.replay
+    monkeypatch.setattr(Call, "replay", lambda call, tensors: names.append(call.name) or replay(call, tensors))
     return names
 
 

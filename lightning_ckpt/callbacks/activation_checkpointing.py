@@ -7,11 +7,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 
 from lightning_ckpt.blocks import Blocks, find_blocks
+from lightning_ckpt.budget_loop import BudgetPlan
+from lightning_ckpt.callbacks._budget_run import BudgetRun
 from lightning_ckpt.callbacks._trainer import callbacks_of, set_callbacks
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.coverage import Coverage
-from lightning_ckpt.policies import Policy
+from lightning_ckpt.policies import MemoryBudget, Policy, resolve_policy
 from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
 
 
@@ -30,7 +32,10 @@ class ActivationCheckpointing(Callback):
 
     Args:
         policy: what to recompute: `"full"` or `Full(...)`, whole blocks; `"selective"` or `SelectiveOps(...)`, all but
-            the expensive operators.
+            the expensive operators; `"auto"` or `MemoryBudget(...)`, only what a memory budget asks. The last measures
+            the blocks on the first batch and the peak of some steps, and has settled within five steps of the first.
+            Its plan is printed, goes into the run's config and the trainer's checkpoints, and is tightened, with a log
+            line, when a later step peaks above the budget.
         blocks: what to checkpoint: `None` for the model's repeated blocks, a module class, a class name, a glob on the
             qualified name (`"model.layers.*"`), a predicate `(name, module) -> bool`, or a list of these. Names are
             those below the `LightningModule`.
@@ -78,6 +83,13 @@ class ActivationCheckpointing(Callback):
         self._handle: CheckpointedBlocks | None = None
         self._found: list[tuple[str, int]] = []
         self._added_monitor: StepMonitor | None = None
+        self._budget_run: BudgetRun | None = None
+        self._known: dict[str, Any] | None = None
+
+    @property
+    def plan(self) -> BudgetPlan | None:
+        """What is done with each block, once a plan of a `MemoryBudget` stands; prints as a rich table."""
+        return self._budget_run.plan if self._budget_run else None
 
     def report(self) -> Coverage | None:
         """Which portions of the model are checkpointed, while `fit` runs; prints as a rich table."""
@@ -100,7 +112,26 @@ class ActivationCheckpointing(Callback):
             self._apply(pl_module)
         self._announce(trainer)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        policy = resolve_policy(self.policy)
+        if self._handle is not None and isinstance(policy, MemoryBudget):
+            self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, self._known)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._budget_run:
+            self._budget_run.begin_batch()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._budget_run:
+            self._budget_run.end_backward()
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._budget_run:
+            self._budget_run.end_batch()
+        self._check_values_no_longer()
+
+    def _check_values_no_longer(self) -> None:
+        """Once as many batches were checked as were asked for."""
         if self._handle is None or self._handle.determinism_check != "values" or self.check_steps is None:
             return
         self._to_check -= 1
@@ -109,6 +140,16 @@ class ActivationCheckpointing(Callback):
             rank_zero_info(
                 f"Every replayed value of {self.check_steps} batches was that of its forward; the check is off now."
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plan": self.plan.to_json()} if self.plan else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._known = state_dict.get("plan")
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(blocks=self.blocks if isinstance(self.blocks, str) else None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -135,6 +176,9 @@ class ActivationCheckpointing(Callback):
             self._added_monitor = None
 
     def _undo_blocks(self) -> None:
+        if self._budget_run is not None:
+            self._budget_run.close()
+            self._budget_run = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

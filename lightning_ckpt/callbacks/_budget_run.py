@@ -1,0 +1,111 @@
+"""The budget loop of one `fit`: the trainer's hooks, optimizers, ranks and loggers."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from rich.console import Console
+from torch.optim import Optimizer
+
+from lightning_ckpt.budget_loop import Alone, BudgetLoop, BudgetPlan, News, Ranks
+from lightning_ckpt.callbacks._trainer import step_axis
+from lightning_ckpt.causes import MemoryByCause
+from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.recompute import CheckpointedBlocks
+
+_T = TypeVar("_T")
+
+# Blocks are measured in a moment; a bar is for models that keep a person waiting.
+_MANY_BLOCKS = 24
+
+
+class BudgetRun:
+    """Drives a `BudgetLoop` from the hooks of a training run, and passes on what it tells."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        handle: CheckpointedBlocks,
+        policy: MemoryBudget,
+        known: Mapping[str, Any] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._handle = handle
+        self._steps = trainer.global_step
+        ranks: Ranks = Processes() if trainer.world_size > 1 else Alone()
+        self._loop = BudgetLoop(
+            handle,
+            pl_module,
+            policy,
+            optimizers=[optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)],
+            device=trainer.strategy.root_device,
+            ranks=ranks,
+            known=known,
+            progress=trainer.is_global_zero and len(handle.blocks) >= _MANY_BLOCKS,
+        )
+
+    @property
+    def plan(self) -> BudgetPlan | None:
+        """The plan that stands."""
+        return self._loop.plan
+
+    def begin_batch(self) -> None:
+        self._loop.begin_batch()
+
+    def end_backward(self) -> None:
+        self._loop.end_backward()
+
+    def end_batch(self) -> None:
+        if self._trainer.global_step == self._steps:
+            return  # gradients are gathered over further batches
+        self._steps = self._trainer.global_step
+        for news in self._loop.end_step():
+            self._tell(news)
+
+    def close(self) -> None:
+        self._loop.close()
+
+    @rank_zero_only
+    def _tell(self, news: News) -> None:
+        if isinstance(news, str):
+            rank_zero_info(news)
+            return
+        Console().print(news)
+        for logger in self._trainer.loggers:
+            if isinstance(news, MemoryByCause):
+                logger.log_metrics(news.figures(), step=step_axis(self._trainer))
+            elif isinstance(news, BudgetPlan):
+                coverage = self._handle.report()
+                blocks = [portion.name for portion in coverage.checkpointed]
+                config = {"policy": coverage.policy, "blocks": blocks, "plan": news.summary()}
+                logger.log_hyperparams({"activation_checkpointing": config})
+
+
+class Processes:
+    """All ranks of the default process group."""
+
+    def __init__(self) -> None:
+        # Numbers of every step go over the host, so that nobody waits for a device.
+        self._host = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def gather(self, value: _T) -> list[_T]:
+        """The value of every rank, in order."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def from_first(self, value: _T) -> _T:
+        """The first rank's value."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._host)
+        return values[0]
+
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers, without waiting for a device."""
+        most = torch.tensor([number])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._host)
+        return int(most)

@@ -1,0 +1,111 @@
+"""One call of a block replayed for measurement: counted to its end, and timed as backward would have it."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ckpt._compat import TorchDispatchMode, storage_id
+from lightning_ckpt.checkpointed_forward import Call
+
+# Replays that are timed; one before them has warmed up caches, allocator and kernels.
+_REPLAYS = 5
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What autograd saves in a call.
+
+    Attributes:
+        count: how many tensors, parameters among them.
+        nbytes: bytes of unique memory, less what is there anyway.
+        outputs: for each tensor of the call's result, the bytes among them that are its memory.
+    """
+
+    count: int
+    nbytes: int
+    outputs: tuple[int, ...]
+
+
+def count_saved(call: Call, tensors: Sequence[Tensor], *, there: set[int]) -> Saved:
+    """Replay a call to its end, and count what autograd saves.
+
+    Args:
+        call: the call.
+        tensors: its inputs.
+        there: identities of memory that is there anyway: parameters and buffers. The inputs' is added.
+    """
+    left_out = there | set(map(storage_id, strided(tensors)))
+    sizes: dict[int, int] = {}
+    count = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if tensor.layout is torch.strided and storage_id(tensor) not in left_out:
+            sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # a result that its own graph node holds as it is would never be freed
+
+    with saved_tensors_hooks(pack, _as_it_is), torch.enable_grad():
+        results = call.again(tensors)
+    nbytes = sum(sizes.values())
+    outputs = tuple(
+        sizes.pop(storage_id(result), 0) for result in strided(results)
+    )  # memory of two results counts once
+    return Saved(count, nbytes, outputs)
+
+
+def strided(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that have memory of one piece; sparse and jagged ones are not counted."""
+    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+
+
+class _Enough(BaseException):
+    """Ends a replay that has all that backward needs. No `Exception`: a block's own handlers must not catch it."""
+
+
+def replay_alone(
+    call: Call, tensors: Sequence[Tensor], wanted: int, mode: TorchDispatchMode | None = None
+) -> list[Tensor]:
+    """Replay a call as backward has it replayed, up to the last of `wanted` saved tensors, and return those."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        if call.early_stop and len(saved) == wanted:
+            raise _Enough
+        return saved[-1]
+
+    with saved_tensors_hooks(pack, _as_it_is), torch.enable_grad(), suppress(_Enough):
+        call.again(tensors, [mode] if mode else [])
+    return saved
+
+
+def median_seconds(run: Callable[[], Any], tensors: Sequence[Tensor]) -> float:
+    """The median time of several runs, the work of the tensors' devices included."""
+    return statistics.median(seconds_of(run, tensors) for _ in range(_REPLAYS))
+
+
+def seconds_of(run: Callable[[], Any], tensors: Iterable[Tensor]) -> float:
+    """The time of one run, the work of the tensors' devices included."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    _wait(devices)
+    start = time.perf_counter()
+    run()
+    _wait(devices)
+    return time.perf_counter() - start
+
+
+def _wait(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        torch.accelerator.synchronize(device)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,108 @@
+"""The operator calls of a block's replay: bytes of each one's result, and the time to run it again."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ckpt._compat import OpOverload, StorageWeakRef, TorchDispatchMode, storage_id
+from lightning_ckpt.checkpointed_forward import Call
+from lightning_ckpt.kept_results import KeptResults, tensors_in, written
+from lightning_ckpt.measured_replay import replay_alone, seconds_of, strided
+from lightning_ckpt.profiles import OperatorCall
+
+_REPLAYS = 3
+# Operators that are run to find what watching one of them costs.
+_CALLS = 200
+# Operators whose results are never kept apart: casts, of which autocast may have one in its cache at one time and none
+# at another.
+_NOT_KEPT = ("aten._to_copy",)
+
+
+def operator_calls(
+    call: Call, tensors: Sequence[Tensor], wanted: int, seconds: float
+) -> tuple[tuple[OperatorCall, ...], float]:
+    """The operator calls of a replay whose results could be kept, and the time that keeping any of them costs.
+
+    Each is timed by itself, which takes longer than all of them in a row: their times are shares of the replay's.
+
+    Args:
+        call: the call that is replayed.
+        tensors: its inputs.
+        wanted: the number of tensors that its replay saves.
+        seconds: the time of its replay.
+    """
+    clocks = [_Clock(tensors) for _ in range(_REPLAYS)]
+    for clock in clocks:
+        saved = set(map(storage_id, strided(replay_alone(call, tensors, wanted, clock))))
+    timed = [
+        statistics.median(one) for one in zip(*([c.seconds for c in clock.calls] for clock in clocks), strict=False)
+    ]
+    share = min(1.0, seconds / sum(timed)) if sum(timed) else 1.0
+    calls = tuple(
+        OperatorCall(one.name, one.nbytes, not saved.isdisjoint(ref.cdata for ref in one.made), time * share)
+        for one, time in zip(clocks[-1].calls, timed, strict=False)
+        if one.made and one.nbytes
+    )
+    # Once in the forward and once in the replay.
+    return calls, 2 * len(clocks[-1].calls) * _seconds_of_keeping()
+
+
+@cache
+def _seconds_of_keeping() -> float:
+    """The time that the mode which keeps results adds to one operator, on this machine."""
+    tensor = torch.zeros(8)
+
+    def run() -> None:
+        for _ in range(_CALLS):
+            tensor.neg()
+
+    alone = min(seconds_of(run, [tensor]) for _ in range(_REPLAYS))
+    with KeptResults(lambda operator: None).forward():
+        watched = min(seconds_of(run, [tensor]) for _ in range(_REPLAYS))
+    return max(0.0, watched - alone) / _CALLS
+
+
+@dataclass
+class _TimedCall:
+    name: str
+    seconds: float
+    made: list[StorageWeakRef]
+    nbytes: int
+
+
+class _Clock(TorchDispatchMode):
+    """Times every operator call, and notes the memory that it makes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_TimedCall] = []
+        self._counts: Counter[Any] = Counter()
+        self._known = set(map(storage_id, strided(tensors)))
+        self._makers: dict[int, _TimedCall] = {}
+        self._tensors = tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results: list[Any] = []
+        seconds = seconds_of(lambda: results.append(func(*args, **(kwargs or {}))), self._tensors)
+        self._note(func, args, kwargs or {}, results[0], seconds)
+        return results[0]
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, seconds: float) -> None:
+        for tensor in strided(written(func, args, kwargs)):
+            if overwritten := self._makers.get(storage_id(tensor)):
+                overwritten.made.clear()  # a result that is overwritten can't be kept
+        given = set(map(storage_id, strided(tensors_in((args, tuple(kwargs.values()))))))
+        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in strided(tensors_in(result))}
+        fresh = {key: storage for key, storage in storages.items() if key not in given | self._known}
+        keeps = isinstance(func, OpOverload) and str(func.overloadpacket) not in _NOT_KEPT
+        made = [StorageWeakRef(storage) for storage in fresh.values() if keeps]
+        nbytes = sum(storage.nbytes() for storage in fresh.values())
+        self.calls.append(_TimedCall(f"{func}#{self._counts[func]}", seconds, made, nbytes))
+        self._makers.update(dict.fromkeys(fresh, self.calls[-1]))
+        self._counts[func] += 1

@@ -1,0 +1,322 @@
+"""The loop that plans, measures and corrects: soon settled, under the budget, training equal."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equality import assert_equal
+from lightning_ckpt.budget_loop import BudgetLoop, BudgetPlan
+from lightning_ckpt.causes import MemoryByCause
+from lightning_ckpt.memory import AllocatorReader, Interval, use_reader
+from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.recompute import checkpoint_blocks
+from zoo import GPT, mlp
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from models import WORKLOADS, Workload
+
+
+@dataclass
+class Ran:
+    """What some steps under a budget have told."""
+
+    budget: int
+    peaks: list[int] = field(default_factory=list)
+    news: list[list[Any]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def plan(self) -> BudgetPlan:
+        plans = [news for step in self.news for news in step if isinstance(news, BudgetPlan)]
+        return plans[-1]
+
+    @property
+    def settled_after(self) -> int:
+        """The index of the step that ended with a plan that stands."""
+        return next(i for i, step in enumerate(self.news) if any(isinstance(news, BudgetPlan) for news in step))
+
+
+class Training:
+    """A model, its optimizer, and an allocator whose every byte since the model was made is counted."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.reader = AllocatorReader(limit=2**40)
+        self.model: nn.Module
+        self.optimizer: torch.optim.Optimizer
+
+    @contextmanager
+    def counted(self) -> Iterator["Training"]:
+        torch.manual_seed(0)
+        with self.reader, use_reader(self.reader):
+            self.model, self.batch = self.workload.make(), self.workload.batch()
+            self.optimizer = torch.optim.AdamW(self.model.parameters())
+            yield self
+
+    def step(self, loop: BudgetLoop | None = None, batch: Any = None) -> None:
+        if loop:
+            loop.begin_batch()
+        self.workload.loss(self.model, self.batch if batch is None else batch).backward()
+        if loop:
+            loop.end_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self, run: Callable[[], None]) -> int:
+        interval = Interval(self.reader)
+        interval.reset_peak()
+        run()
+        return interval.peak()
+
+    def extremes(self) -> tuple[int, int]:
+        """The peaks of a step with everything checkpointed, and with nothing."""
+        for _ in range(2):
+            plain = self.peak(self.step)
+        with checkpoint_blocks(self.model, blocks=self.workload.blocks):
+            for _ in range(4):
+                full = self.peak(self.step)
+        return full, plain
+
+    def under(self, budget: int, *, steps: int = 8, known: Any = None) -> Ran:
+        ran = Ran(budget)
+        with (
+            checkpoint_blocks(self.model, "auto", blocks=self.workload.blocks) as handle,
+            BudgetLoop(
+                handle, self.model, MemoryBudget(budget), optimizers=[self.optimizer], device="cpu", known=known
+            ) as loop,
+        ):
+            for _ in range(steps):
+                ran.peaks.append(self.peak(lambda: self.step(loop)))
+                ran.news.append(loop.end_step())
+                ran.seconds.append(loop.plan.seconds if loop.plan else -1.0)
+        return ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_peak_stays_under_the_budget_and_uses_it(name: str, fraction: float) -> None:
+    """Every step's peak keeps to the budget, from the first on, and the plan stands within five steps of the first."""
+    with Training(WORKLOADS[name]).counted() as training:
+        full, plain = training.extremes()
+        ran = training.under(int(full + fraction * (plain - full)))
+    assert ran.settled_after <= 5
+    assert max(ran.peaks) <= ran.budget
+    assert ran.peaks[-1] == pytest.approx(ran.plan.peak, rel=1e-4)  # experts are chosen anew in each step
+    assert 0 < ran.plan.seconds < ran.plan.profile.replay_seconds or ran.plan.seconds == 0
+
+
+def test_equal_blocks_use_the_budget_to_one_option() -> None:
+    """On 24 equal blocks the measured peak is within 2 % of the budget, or within one block's step of it."""
+    workload = Workload(lambda: GPT(depth=24, width=64), lambda: torch.randint(0, 50, (8, 64)), _next_token)
+    with Training(workload).counted() as training:
+        full, plain = training.extremes()
+        for fraction in (0.3, 0.6):
+            ran = training.under(int(full + fraction * (plain - full)))
+            step = ran.plan.profile.blocks[0].kept_bytes
+            assert ran.budget - max(0.02 * ran.budget, step) <= ran.peaks[-1] <= ran.budget
+
+
+def _next_token(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+SMALL = Workload(lambda: GPT(depth=4, width=64), lambda: torch.randint(0, 50, (8, 48)), _next_token)
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.6])
+def test_training_under_a_plan_is_plain_training(fraction: float) -> None:
+    """Weights, optimizer state and random numbers after some steps are those of plain training, bit for bit."""
+
+    def state(training: Training) -> dict[str, Tensor]:
+        left = {name: value.clone() for name, value in training.model.state_dict().items()}
+        for index, entry in enumerate(training.optimizer.state.values()):
+            left |= {f"optimizer {index} {name}": value.clone() for name, value in entry.items()}
+        return left | {"random": torch.get_rng_state()}
+
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+    with Training(SMALL).counted() as training:
+        ran = training.under(int(full + fraction * (plain - full)), steps=10)
+        ours = state(training)
+    with Training(SMALL).counted() as training:
+        for _ in range(10):
+            training.step()
+        assert_equal([ours], [state(training)])
+    assert {treatment.kept for treatment in ran.plan.treatments.values()} & {"calls", "rest", "everything"}
+
+
+def test_a_budget_that_holds_everything_replays_nothing() -> None:
+    """With room for plain training blocks run plain."""
+    with Training(SMALL).counted() as training:
+        _, plain = training.extremes()
+        ran = training.under(2 * plain)
+    assert ran.plan.seconds == 0
+    assert {str(treatment) for treatment in ran.plan.treatments.values()} == {"kept"}
+    assert ran.peaks[-1] == plain
+
+
+def test_a_budget_that_nothing_meets_is_said() -> None:
+    """The shortfall comes in GiB with what else would help, and everything stays checkpointed."""
+    with Training(SMALL).counted() as training:
+        full, _ = training.extremes()
+        ran = training.under(full // 2)
+    words = [news for step in ran.news for news in step if isinstance(news, str)]
+    assert len(words) == 1
+    assert f"with everything checkpointed a step needs {full / 2**30:.3g} GiB" in words[0]
+    assert "above the budget of" in words[0]
+    assert "Training goes on with everything checkpointed" in words[0]
+    assert "accumulate_grad_batches" in words[0]
+    assert not ran.plan.treatments
+
+
+def test_a_longer_batch_tightens_the_plan_for_the_next_step() -> None:
+    """A peak above the budget is answered once, in one line, and the same batch fits from then on."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        budget = int(full + 0.5 * (plain - full))
+        with (
+            checkpoint_blocks(training.model, "auto") as handle,
+            BudgetLoop(
+                handle, training.model, MemoryBudget(budget), optimizers=[training.optimizer], device="cpu"
+            ) as loop,
+        ):
+            for _ in range(7):
+                training.step(loop)
+                loop.end_step()
+            assert loop.plan is not None
+            before = loop.plan.seconds
+            longer = torch.randint(0, 50, (10, 48))
+            first = training.peak(lambda: training.step(loop, longer))
+            said = loop.end_step()
+            second = training.peak(lambda: training.step(loop, longer))
+            quiet = loop.end_step()
+    assert first > budget >= second
+    assert len(said) == 1
+    assert "From the next step on more is replayed" in said[0]
+    assert not quiet
+    assert loop.plan.seconds > before
+
+
+def test_a_resumed_run_starts_with_the_plan() -> None:
+    """What was saved is run from the first step on, without another profile, and keeps to the budget."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        budget = int(full + 0.5 * (plain - full))
+        first = training.under(budget)
+        second = training.under(budget, known=first.plan.to_json())
+    assert not any(type(news).__name__ == "Profile" for step in second.news for news in step)
+    assert second.peaks[0] == first.peaks[-1]
+    assert max(second.peaks) <= budget
+    assert second.plan.seconds <= first.plan.seconds
+    assert second.plan.profile == first.plan.profile
+
+
+def test_a_plan_for_other_blocks_or_more_memory_is_not_taken() -> None:
+    """A saved plan that names other blocks, or needs more than the budget, gives way to a new one."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        budget = int(full + 0.5 * (plain - full))
+        known = training.under(budget).plan.to_json()
+        smaller = training.under(int(full + 0.3 * (plain - full)), known=known)
+        other = {**known, "treatments": {"elsewhere.0": {"kept": "everything", "calls": [], "part": ""}}}
+        renamed = training.under(budget, known=other)
+    for ran in (smaller, renamed):
+        assert any(type(news).__name__ == "Profile" for news in ran.news[0])
+        assert max(ran.peaks) <= ran.budget
+
+
+def test_causes_add_up_to_the_peak() -> None:
+    """Parameters, gradients, optimizer state, activations, boundaries and the rest are the measured peak."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        ran = training.under(int(full + 0.5 * (plain - full)))
+        parameters = sum(parameter.nbytes for parameter in training.model.parameters())
+    causes = [news for step in ran.news for news in step if isinstance(news, MemoryByCause)]
+    assert len(causes) == 1
+    assert causes[0].peak == ran.peaks[-1]
+    assert causes[0].params == parameters
+    assert causes[0].optimizer == pytest.approx(2 * parameters, rel=0.01)
+    assert causes[0].activations > 0
+
+
+def test_without_a_known_limit_a_fraction_is_refused() -> None:
+    """A fraction of nothing is no budget: a size is asked for."""
+    model = mlp(2)
+    with (
+        use_reader(AllocatorReader()),
+        checkpoint_blocks(model, "auto") as handle,
+        pytest.raises(ValueError, match=r"a fraction of a memory that this device does not tell; give a size"),
+    ):
+        BudgetLoop(handle, model, MemoryBudget(0.5), optimizers=[], device="cpu")
+
+
+def test_on_the_host_exact_bytes_come_on_top_of_the_resident_size() -> None:
+    """Without a reader of one's own the peaks of the stretches are read from the allocator while plans are made."""
+    torch.manual_seed(0)
+    model, batch = SMALL.make(), SMALL.batch()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        checkpoint_blocks(model, "auto") as handle,
+        BudgetLoop(handle, model, MemoryBudget("64GiB"), optimizers=[optimizer], device="cpu") as loop,
+    ):
+        for _ in range(4):
+            loop.begin_batch()
+            SMALL.loss(model, batch).backward()
+            loop.end_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.end_step()
+    assert loop.plan is not None
+    assert loop.plan.seconds == 0
+    assert loop.plan.causes is not None
+    assert loop.plan.causes.other > 100 * 2**20  # Python and its libraries
+
+
+@dataclass
+class TwoRanks:
+    """This process, and another one whose peaks lie so much higher."""
+
+    more: int
+
+    def gather(self, value: Any) -> list[Any]:
+        budget, peaks = value
+        return [value, (budget, {stretch: peak + self.more for stretch, peak in peaks.items()})]
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def most(self, number: int) -> int:
+        return number + self.more
+
+
+def test_the_plan_is_made_for_the_rank_with_the_least_slack() -> None:
+    """With another rank that needs more, this one leaves as much of its budget unused."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        budget, more = int(full + 0.7 * (plain - full)), (plain - full) // 4
+        with (
+            checkpoint_blocks(training.model, "auto") as handle,
+            BudgetLoop(
+                handle,
+                training.model,
+                MemoryBudget(budget),
+                optimizers=[training.optimizer],
+                device="cpu",
+                ranks=TwoRanks(more),
+            ) as loop,
+        ):
+            for _ in range(7):
+                peak = training.peak(lambda: training.step(loop))
+                loop.end_step()
+    assert loop.plan is not None
+    assert loop.plan.treatments
+    assert peak <= budget - more
+    assert loop.plan.peak == peak + more
