@@ -1,0 +1,90 @@
+"""The figures and pictures of docs/compare.md and docs/doctor.md: the GPT example.
+
+python benchmarks/pictures.py            # measures, and writes docs/pictures/ and the text of both pages
+python benchmarks/pictures.py --draw     # from the numbers of the last time
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_ckpt.cli import doctor
+from lightning_ckpt.cli import main as command
+from lightning_ckpt.cli._findings import Finding
+from lightning_ckpt.cli._measurement import Comparison
+from lightning_ckpt.cli._plots import memory_over_a_step, time_against_memory
+from lightning_ckpt.cli._style import as_file
+from lightning_ckpt.cli.compare import show
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = ROOT / "docs/pictures"
+TARGET = "examples/train_gpt.py:training"
+NUMBERS, FINDINGS = PICTURES / "compare_gpt.json", PICTURES / "doctor_gpt.json"
+
+
+def comparison() -> Comparison:
+    """Return the committed comparison."""
+    return Comparison.from_json(json.loads(NUMBERS.read_text(encoding="utf-8")))
+
+
+def pictures() -> dict[str, str]:
+    """Return the pictures, by the names of their files."""
+    compared = comparison()
+    full = next(one for one in compared.measured if one.policy == "full")
+    return {
+        "compare_frontier.svg": as_file(time_against_memory(compared)),
+        "compare_step.svg": as_file(memory_over_a_step(compared, full)),
+    }
+
+
+def printed() -> dict[str, str]:
+    """Return what both commands print on a terminal of 80 columns, by the name of the page."""
+    examined = json.loads(FINDINGS.read_text(encoding="utf-8"))
+    findings = {row.pop("check"): Finding(**row) for row in examined["findings"]}
+    table = doctor.table(examined["target"], findings)
+    return {
+        "compare.md": _text(lambda console: show(comparison(), console)),
+        "doctor.md": _text(lambda console: console.print(table)),
+    }
+
+
+def _text(show: Callable[[Console], None]) -> str:
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as captured:
+        show(console)
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def measure() -> None:
+    """Run both commands on the example, and keep what they give."""
+    os.chdir(ROOT)
+    PICTURES.mkdir(exist_ok=True)
+    for name, path in (("compare", NUMBERS), ("doctor", FINDINGS)):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            command([name, TARGET, "--json"])
+        path.write_text(json.dumps(json.loads(said.getvalue())) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="draw the committed numbers again, measure nothing")
+    if not parser.parse_args().draw:
+        measure()
+    for name, drawn in pictures().items():
+        (PICTURES / name).write_text(drawn, encoding="utf-8")
+    for name, text in printed().items():
+        page = ROOT / "docs" / name
+        block = re.compile(r"```text\n.*?```", flags=re.DOTALL)
+        page.write_text(block.sub(lambda _, text=text: f"```text\n{text}```", page.read_text(), count=1))
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
