@@ -1,7 +1,6 @@
 """A measurement in a fresh process: no policy finds what another one left in memory, caches or random numbers."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -48,12 +47,10 @@ def measure_fresh(request: Request, on_step: Callable[[], object] = lambda: None
 
 def _run(arguments: list[str], on_step: Callable[[], object]) -> tuple[int, list[str]]:
     """Run the measuring process; return its exit code and what the user's code printed."""
-    # Threads that wait sleep instead of spinning, so that a shared core does not stretch steps tenfold.
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
     command = [sys.executable, "-m", "lightning_ckpt.cli._measured", *arguments]
     printed = []
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
         assert process.stdout is not None
         try:

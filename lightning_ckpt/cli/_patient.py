@@ -52,10 +52,12 @@ class Patient:
     Args:
         target: the module and its data.
         conditions: under which it is examined.
-        measure: trains it plain (False) or under the policy (True), and tells what that took.
+        measure: trains it plain (False) or under the policy (True), and tells what that took; None where no check asks.
     """
 
-    def __init__(self, target: Target, conditions: Conditions, measure: Callable[[bool], Measurement]) -> None:
+    def __init__(
+        self, target: Target, conditions: Conditions, measure: Callable[[bool], Measurement] | None = None
+    ) -> None:
         self.target, self.conditions = target, conditions
         self.module = target.module
         self._measure = measure
@@ -70,12 +72,17 @@ class Patient:
     @cached_property
     def plain(self) -> Measurement:
         """What plain training takes."""
-        return self._measure(False)
+        return self._measured(False)
 
     @cached_property
     def checkpointed(self) -> Measurement:
         """What training under the policy takes."""
-        return self._measure(True)
+        return self._measured(True)
+
+    def _measured(self, checkpointed: bool) -> Measurement:
+        if self._measure is None:
+            raise NotApplicable("no training step was timed")
+        return self._measure(checkpointed)
 
     @cached_property
     def found(self) -> list[tuple[str, nn.Module]]:

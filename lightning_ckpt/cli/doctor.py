@@ -1,6 +1,5 @@
 """`lightning-ckpt doctor`: the field's common mistakes, each as a check with its evidence and its cure."""
 
-import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -46,8 +45,6 @@ def parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Print the findings; return 0, or 1 when a check failed."""
-    # As in the processes that time steps; it counts only until PyTorch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     findings = _examine(options, _conditions(options))
     if options.json:
         rows = [{"check": name, **asdict(finding)} for name, finding in findings.items()]

@@ -9,6 +9,7 @@ from lightning_ckpt.cli import main
 
 MODELS = """
 import lightning as L
+import torch
 from torch import nn
 
 class Block(nn.Module):
@@ -28,6 +29,23 @@ class Late(L.LightningModule):
 
 def with_a_batch():
     return Net(), [1, 2, 3]
+
+class Trained(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)])
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).mean()
+
+class ByHand(Trained):
+    automatic_optimization = False
+
+def trained():
+    return Trained(), torch.zeros(16, 8)
+
+def by_hand():
+    return ByHand(), torch.zeros(16, 8)
 
 def nothing_repeats():
     return nn.Linear(2, 2)
@@ -90,6 +108,26 @@ def test_layers_made_in_configure_model_are_seen(capsys: pytest.CaptureFixture[s
 def test_a_factory_may_return_more_than_the_model(capsys: pytest.CaptureFixture[str], models: str) -> None:
     """The first of a tuple is the model."""
     assert len(listed(capsys, f"{models}:with_a_batch")) == 3
+
+
+def test_blocks_are_measured_where_there_is_a_batch(capsys: pytest.CaptureFixture[str], models: str) -> None:
+    """A GELU's input and result stay inside, 2 x 16 x 8 numbers of four bytes; the block's input is the boundary."""
+    rows = listed(capsys, f"{models}:trained")
+    assert [(row["kept_bytes"], row["boundary_bytes"]) for row in rows] == [(1024, 512), (1024, 512)]
+    assert all(row["replay_seconds"] > 0 for row in rows)
+    assert main(["blocks", f"{models}:trained"]) == 0
+    printed = capsys.readouterr().out
+    assert "boundary" in printed
+    assert "2 KiB" in printed  # both together
+
+
+def test_blocks_are_listed_where_they_cannot_be_measured(capsys: pytest.CaptureFixture[str], models: str) -> None:
+    """Without a batch nothing is measured; without one loss the reason is said, and the list is the same."""
+    assert [row["kept_bytes"] for row in listed(capsys, f"{models}:Trained")] == [None, None]
+    assert main(["blocks", f"{models}:by_hand", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert [row["kept_bytes"] for row in json.loads(captured.out)["blocks"]] == [None, None]
+    assert "blocks are not measured: ByHand optimizes by hand" in captured.err
 
 
 def test_a_model_that_is_made_already_is_taken(capsys: pytest.CaptureFixture[str], models: str) -> None:
