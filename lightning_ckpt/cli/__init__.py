@@ -1,5 +1,6 @@
 """The command line `lightning-ckpt`: one module a command, each with `parser()` and `run(options) -> exit code`."""
 
+import os
 import re
 import sys
 import traceback
@@ -7,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from lightning_ckpt.cli import blocks, compare, doctor, explain
+from lightning_ckpt.cli import blocks, compare, doctor, estimate, explain
 from lightning_ckpt.cli._command import ExamplesAsWritten, UsageError
 
-COMMANDS = {"explain": explain, "blocks": blocks, "compare": compare, "doctor": doctor}
+COMMANDS = {"explain": explain, "blocks": blocks, "estimate": estimate, "compare": compare, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 when all is well, 1 when what was asked about is not so, 2 when the command can't be carried out as written.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # Threads that wait sleep instead of spinning: on a shared core a step would take ten times as long. It counts for
+    # this process until PyTorch is imported, and for those that it starts.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         options = _parser().parse_args(words)
         run: Callable[[Namespace], int] = COMMANDS[options.subcommand].run

@@ -25,7 +25,8 @@ def covered(patient: Patient) -> Finding:
     if all(owners):
         reasons = ", ".join(sorted(set(map(str, owners))))
         return failed(f"{len(found)} blocks were found, and none is checkpointed: {reasons}", _NAME_THEM)
-    coverage = patient.coverage
+    with patient.under_policy() as handle:
+        coverage = handle.report()
     if len(coverage.portions) == len(coverage.checkpointed) == 1 and coverage.share == 1:
         return warned(
             "one block is all of the model: its replay needs what the model does, and lowers no peak", _NAME_THEM

@@ -37,13 +37,21 @@ def activations(patient: Patient) -> Finding:
 
 def caches(patient: Patient) -> Finding:
     """No key-value cache is filled in training."""
-    on = [name or "the model" for name, module in patient.module.named_modules() if _caches(module)]
+    # The parts of a model share one configuration: the outermost is told.
+    configured = {
+        id(module.config): name or "the model" for name, module in _reversed(patient.module) if _caches(module)
+    }
+    on = list(configured.values())[::-1]
     if not on:
         return passed("no part of the model has use_cache on")
     return warned(
         f"use_cache is on in {some(on)}: a forward in training keeps keys and values that nobody reads",
         "model.config.use_cache = False",
     )
+
+
+def _reversed(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_modules())[::-1]
 
 
 def _caches(module: nn.Module) -> bool:
@@ -80,9 +88,10 @@ def headroom(patient: Patient) -> Finding:
     longest, count = _longest(patient.target.loader())
     growth = max(1.0, longest / elements)
     needed = memory.peak + memory.causes["activations"] * (growth - 1)
+    which = "the one batch" if count == 1 else f"the longest of {count} batches"
     evidence = (
-        f"the longest of {count} batches has {longest:,} elements, {growth:.2f} times the measured one: about "
-        f"{format_size(needed)} of {format_size(limit)}, if activations grow alike"
+        f"{which} has {longest:,} elements, {growth:.2f} times the measured one: about {format_size(needed)} of "
+        f" {format_size(limit)}, if activations grow alike"
     )
     if needed <= _TIGHT * limit:
         return passed(evidence)

@@ -7,9 +7,13 @@ from lightning_ckpt.cli._patient import Patient
 from lightning_ckpt.cli._watched import PYTORCH
 from lightning_ckpt.verification import verify_gradients
 
+_LOOK = 'ActivationCheckpointing(determinism_check="values") names the block and the operator; see "replayed values"'
+
 
 def gradients(patient: Patient) -> Finding:
     """Loss, gradients and buffers of a step are those of the plain step."""
+    if not patient.module.automatic_optimization:
+        return _gradients_by_hand(patient)
     with patient.under_policy():
         result = verify_gradients(patient.module, patient.batch, lambda module, batch: patient.loss())
     if result.equal:
@@ -18,8 +22,20 @@ def gradients(patient: Patient) -> Finding:
     return failed(
         f"{len(different)} of {len(result.comparisons)} tensors differ from the plain step's, "
         f"{result.worst.name} by up to {result.worst.largest:.3g}",
-        'look at "replayed values"; in training: ActivationCheckpointing(determinism_check="values")',
+        _LOOK,
     )
+
+
+def _gradients_by_hand(patient: Patient) -> Finding:
+    """Of a module that optimizes by hand a Trainer's own first step tells, on a CPU, where equal means bit for bit."""
+    if not patient.plain.on_host:
+        raise NotApplicable("the module optimizes by hand, and on this device two plain steps may differ already")
+    names, different = patient.plain.digests, patient.checkpointed.differences(patient.plain)
+    if not different:
+        return passed(
+            f"{len(names)} tensors, losses and gradients of a Trainer's first step, are those of the plain step"
+        )
+    return failed(f"{len(different)} of {len(names)} tensors differ from the plain step's: {some(different)}", _LOOK)
 
 
 def replayed_values(patient: Patient) -> Finding:
@@ -47,6 +63,8 @@ def random_numbers(patient: Patient) -> Finding:
             f"{some(list(draws))} draw random numbers, and preserve_rng_state is off: the replay draws others",
             "ActivationCheckpointing(preserve_rng_state=True), the default",
         )
+    if not draws:
+        return passed("no block draws random numbers")
     return passed(f"{len(draws)} of {len(patient.watched.draws)} blocks draw random numbers, all from {PYTORCH}")
 
 

@@ -24,8 +24,9 @@ from lightning_ckpt.cli._recording import StepRecording
 from lightning_ckpt.cli._target import Target, elements_in, has_train_loader, load_target
 from lightning_ckpt.oom import is_out_of_memory
 
-# Checkpointed blocks learn in their first three forwards which buffers change, and optimizers make their state.
-WARM_UP = 5
+# Checkpointed blocks learn in their first three forwards which buffers change, and a memory budget takes a few steps to
+# settle on a plan.
+WARM_UP = 8
 # The last of them counts, see `StepRecording`.
 RECORDED = 2
 

@@ -92,7 +92,7 @@ are stretched onto the timed one. The grey outline is plain training."""
 _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-main { max-width: 860px; margin: 0 auto; padding: 56px 40px 72px; }
+main { max-width: 860px; margin: 0 auto; padding: 56px clamp(16px, 5vw, 40px) 72px; }
 h1 { margin: 0 0 14px; font-size: 27px; line-height: 1.25; font-weight: 650; overflow-wrap: anywhere; }
 h2 { margin: 0 0 4px; font-size: 18px; font-weight: 650; }
 p { margin: 0 0 12px; }
@@ -100,7 +100,7 @@ section { margin-top: 52px; }
 .kicker { margin: 0 0 6px; color: var(--quiet); font-size: 13px; letter-spacing: 0.02em; }
 .lead { font-size: 18px; }
 .quiet { color: var(--quiet); font-size: 14px; max-width: 640px; }
-.multiples { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 20px 24px; }
+.multiples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr)); gap: 20px 24px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th, td { padding: 7px 0 7px 14px; text-align: right; border-bottom: 1px solid var(--line); font-weight: 400; }

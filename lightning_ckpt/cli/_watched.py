@@ -18,6 +18,9 @@ from lightning_ckpt.witness import Witness
 
 PYTORCH, PYTHON, NUMPY, OWN = "PyTorch's global generator", "Python's random", "numpy.random", "a generator of its own"
 
+# The second is what `scaled_dot_product_attention` runs where it has no fused kernel.
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+
 
 @dataclass
 class Watched:
@@ -120,7 +123,7 @@ class _Operators(TorchDispatchMode):
         if func in self._fused:
             self._watched.kernels += 1
             self._watched.attention_flops += flops
-        elif func is torch.ops.aten._softmax.default and _is_square(result):
+        elif func in _SOFTMAX and _is_square(result):
             self._watched.matrices[self._running()] += result.nbytes
         return result
 

@@ -18,7 +18,7 @@ from lightning_ckpt.cli._measured import measure
 from lightning_ckpt.cli._measurement import Measurement, Request
 from lightning_ckpt.cli._policies import parse_policies, parse_policy
 from lightning_ckpt.memory import AllocatorReader
-from lightning_ckpt.policies import Full, SelectiveOps
+from lightning_ckpt.policies import Full, MemoryBudget, SelectiveOps
 
 COMMAND = str(Path(sys.executable).with_name("lightning-ckpt"))
 
@@ -345,6 +345,8 @@ def test_policies_are_written_with_their_options() -> None:
         "full:every=2": Full(every=2),
         "selective:attention": SelectiveOps("attention"),
     }
+    assert parse_policy("auto:0.5") == MemoryBudget(0.5)
+    assert parse_policy("auto:40GiB") == MemoryBudget("40GiB")
     assert parse_policy("full:segment_size=sqrt:select=first-2") == Full(segment_size="sqrt", select="first-2")
 
 

@@ -374,6 +374,13 @@ def test_an_attention_matrix_is_warned_of() -> None:
     assert "scaled_dot_product_attention" in found.cure
 
 
+def test_the_matrix_of_a_kernel_that_does_not_fuse_is_warned_of() -> None:
+    """On a CPU dropout in Hugging Face's attention takes the fused kernel away."""
+    found = of_memory.attention(patient(LanguageModel, tokens()))
+    assert found.status == "warn"
+    assert "in 3 blocks" in found.evidence
+
+
 def test_fused_attention_passes() -> None:
     """It keeps no matrix, and its share of the work is told."""
     found = of_memory.attention(patient(attending(fused=True), sequences()))
@@ -404,6 +411,7 @@ def test_a_cache_in_training_is_warned_of() -> None:
     """Hugging Face's default is on."""
     found = of_memory.caches(patient(lambda: LanguageModel(use_cache=True), tokens()))
     assert found.status == "warn"
+    assert found.evidence.startswith("use_cache is on in 'language': ")
     assert "use_cache = False" in found.cure
     assert of_memory.caches(patient(lambda: LanguageModel(use_cache=False), tokens())).status == "pass"
 
@@ -469,23 +477,37 @@ def test_a_sound_model_passes_every_check_and_is_left_as_found() -> None:
 
 
 class ByHand(Model):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        loss = self.blocks[0](batch).mean()
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.blocks(batch).mean())
+        optimizer.step()
 
 
-def test_a_module_that_optimizes_by_hand_is_still_measured() -> None:
-    """Checks that need one loss are skipped with the reason; those of memory and time are made."""
-    findings = examine(patient(ByHand, max_slowdown=1e6))
-    assert findings["gradients"].status == "skip"
-    assert "optimizes by hand" in findings["gradients"].evidence
-    assert findings["slowdown"].status == "pass"
+def by_hand(middle: Forward | None = None) -> Callable[[], ByHand]:
+    def build() -> ByHand:
+        torch.manual_seed(0)
+        model = ByHand(*[Block(middle) for _ in range(3)])
+        model.blocks = nn.Sequential(*model.blocks)
+        return model
+
+    return build
+
+
+def test_a_module_that_optimizes_by_hand_is_still_checked() -> None:
+    """Checks that need one loss are skipped with the reason; those of coverage, gradients, memory and time are made."""
+    findings = examine(patient(by_hand(), max_slowdown=1e6))
+    assert findings["replayed values"].status == "skip"
+    assert "optimizes by hand" in findings["replayed values"].evidence
+    passing = {"blocks covered", "gradients", "slowdown"}
+    assert {findings[name].status for name in passing} == {"pass"}
+    found = of_training.gradients(patient(by_hand(counting)))
+    assert found.status == "fail"
+    assert "differ from the plain step's: 'gradient of blocks" in found.evidence
 
 
 @pytest.fixture
