@@ -74,6 +74,11 @@ class FakeMemory(FakeTensorMode):
         self._settle()
         return {kind: self._share(kind, held) for kind, held in self._at_peak.items()}
 
+    @property
+    def transient(self) -> int:
+        """Bytes held now that come with a step and go with it."""
+        return sum(self._bytes[kind] for kind in (Kind.ACTIVATIONS, Kind.BACKWARD, Kind.OPTIMIZER))
+
     def reset_peak(self) -> None:
         """Start a new interval at what is held now."""
         self._open = None

@@ -87,7 +87,8 @@ class FakeTraining:
             ValueError: a policy that does not fit the model, or a size that the batch can't have.
             CannotEstimate: the step does not run on fake tensors.
         """
-        gc.collect()  # what an earlier step left in reference cycles is none of this one's
+        if self.memory.transient:
+            gc.collect()  # what an earlier step left in reference cycles is none of this one's
         checkpointed = checkpoint_blocks(self._module, policy, blocks=self._blocks) if policy else nullcontext()
         with checkpointed, self._running():
             self._phase = Kind.ACTIVATIONS

@@ -5,8 +5,11 @@ An estimate has no noise and no out-of-memory error, so this search, unlike that
 
 from collections.abc import Callable
 
+# No larger batch is tried: one that fits in this size is not bounded by memory.
+MOST = 2**24
 
-def largest_size(peak: Callable[[int], int], limit: int, *, start: int = 1, most: int = 2**24) -> int:
+
+def largest_size(peak: Callable[[int], int], limit: int, *, start: int = 1, most: int = MOST) -> int:
     """The largest batch size whose peak is at or under a limit; 0 where that of 1 is not.
 
     The peak is convex in the batch size and piecewise linear, so the line through two sizes that fit lies below it

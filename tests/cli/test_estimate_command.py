@@ -1,0 +1,204 @@
+"""`lightning-ckpt estimate`: what fits, up to which batch size, and its errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ckpt.cli import main
+
+TARGETS = """
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+class Model(L.LightningModule):
+    def configure_model(self):
+        self.blocks = nn.Sequential(*[Block() for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.blocks(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+class Branching(Model):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss > 0 else -loss
+
+class Broken(Model):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("no such column")
+
+class Scalar(Model):
+    def training_step(self, batch, batch_idx):
+        return self.blocks(torch.ones(16, 64) * batch).square().mean()
+
+def training():
+    return Model(), torch.randn(16, 64)
+
+def with_a_loader():
+    return Model(), DataLoader(torch.randn(64, 64), 32)
+
+def branching():
+    return Branching(), torch.randn(16, 64)
+
+def broken():
+    return Broken(), torch.randn(16, 64)
+
+def scalar():
+    return Scalar(), torch.tensor(2.0)
+
+def large():
+    with torch.device("meta"):
+        return Wide(), torch.empty(16, 2 ** 14)
+
+class Wide(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(2 ** 14, 2 ** 16), nn.Linear(2 ** 16, 2 ** 14)) for _ in range(32)]
+        self.blocks = nn.Sequential(*blocks)
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def plain():
+    return nn.Sequential(Block(), Block()), torch.randn(16, 64)
+"""
+
+
+@pytest.fixture
+def targets(tmp_path: Path) -> str:
+    path = tmp_path / "estimate_targets.py"
+    path.write_text(TARGETS)
+    return str(path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["estimate", *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_every_policy_and_batch_size_in_bytes(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """Parts that add up to the peak, whether it fits, and the largest batch."""
+    arguments = ("--device-memory", "8MiB", "--batch-sizes", "64,16", "--policies", "none,full:every=2")
+    answer = told(capsys, f"{targets}:training", *arguments, "--device", "cpu")
+    assert (answer["device_memory"], answer["usable_memory"]) == (8 * 2**20, int(8 * 2**20 * 0.9))
+    assert [policy["policy"] for policy in answer["policies"]] == ["none", "full:every=2"]
+    for policy in answer["policies"]:
+        assert [step["batch_size"] for step in policy["steps"]] == [16, 64]
+        for step in policy["steps"]:
+            parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries")
+            assert step["peak"] == sum(step[part] for part in parts)
+            assert step["fits"] == (step["peak"] <= answer["usable_memory"])
+            assert step["fits"] == (step["batch_size"] <= policy["largest_batch_size"])
+    plain, thinned = answer["policies"]
+    assert thinned["largest_batch_size"] > plain["largest_batch_size"] > 64
+
+
+def test_the_table_tells_what_fits(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """Marks at each peak, the batch's own size doubled, and what the marks mean."""
+    assert main(["estimate", f"{targets}:with_a_loader", "--device-memory", "9MiB", "--policies", "none,full"]) == 0
+    out = capsys.readouterr().out
+    for size in (32, 64, 128, 256):
+        assert f"batch {size}" in out
+    assert "✓" in out
+    assert "stays within 8.1 MiB of 9 MiB" in out
+    assert "largest batch" in out
+
+
+def test_nothing_fits_is_exit_code_one(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """Neither the sizes asked about nor a single sample."""
+    answer = told(capsys, f"{targets}:training", "--device-memory", "1MiB", "--policies", "full", code=1)
+    assert answer["policies"][0]["largest_batch_size"] == 0
+
+
+def test_a_smaller_batch_that_fits_is_an_answer(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """The batch of the target does not fit, another does."""
+    answer = told(
+        capsys, f"{targets}:training", "--device-memory", "8MiB", "--batch-sizes", "4096", "--policies", "full"
+    )
+    assert not answer["policies"][0]["steps"][0]["fits"]
+    assert answer["policies"][0]["largest_batch_size"] > 16
+
+
+def test_headroom_is_left_free(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """None of it, if asked: for contexts, workspaces and fragmentation there is a tenth by default."""
+    arguments = (f"{targets}:training", "--device-memory", "8MiB", "--policies", "none")
+    tight, loose = (
+        told(capsys, *arguments, "--headroom", headroom)["policies"][0]["largest_batch_size"]
+        for headroom in ("0", "0.3")
+    )
+    assert tight > loose
+
+
+def test_a_batch_without_samples_is_estimated_as_it_is(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """One column, and no largest batch."""
+    answer = told(capsys, f"{targets}:scalar", "--device-memory", "8MiB", "--policies", "full")
+    assert [step["batch_size"] for step in answer["policies"][0]["steps"]] == [None]
+    assert answer["policies"][0]["largest_batch_size"] is None
+    assert main(["estimate", f"{targets}:scalar", "--device-memory", "8MiB", "--policies", "full"]) == 0
+    assert "the batch" in capsys.readouterr().out
+
+
+def test_a_model_larger_than_this_machine(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """Sixty-eight billion parameters on the meta device, shared by many ranks."""
+    arguments = ("--device-memory", "80GiB", "--policies", "full", "--ranks", "32", "--batch-sizes", "1")
+    answer = told(capsys, f"{targets}:large", *arguments)
+    (step,) = answer["policies"][0]["steps"]
+    assert 8 * 2**30 < step["parameters"] < 8.1 * 2**30
+    assert step["fits"]
+
+
+def test_two_ways_to_write_one_policy_are_both_listed(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """Rows are what the user wrote."""
+    arguments = ("--device-memory", "8MiB", "--policies", "full,full:every=1", "--batch-sizes", "16")
+    one, other = told(capsys, f"{targets}:training", *arguments)["policies"]
+    assert (one.pop("policy"), other.pop("policy")) == ("full", "full:every=1")
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "text"),
+    [
+        ("training", ["--device-memory", "8GB"], "--device-memory='8GB' is not a size"),
+        ("training", ["--headroom", "1"], "--headroom 1.0: accepted is a share from 0 to below 1"),
+        ("training", ["--batch-sizes", "1,x"], "--batch-sizes 1,x: give whole numbers of at least 1 by comma"),
+        ("training", ["--batch-sizes", "0"], "--batch-sizes 0: give whole numbers"),
+        ("training", ["--policies", "most"], "policy 'most'"),
+        ("training", ["--policies", "auto"], "plans on what it measures"),
+        ("training", ["--precision", "8-true"], "precision='8-true': accepted are"),
+        ("training", ["--ranks", "0"], "ranks=0: accepted is a whole number"),
+        ("training", ["--device", "tpu"], "device='tpu': accepted are 'cpu' and 'cuda'"),
+        ("training", ["--blocks", "Attention"], "Attention"),
+        ("branching", [], "CannotEstimate: The step runs aten._local_scalar_dense.default"),
+        ("broken", [], "RuntimeError: no such column"),
+        ("plain", [], "Sequential has no training_step"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line(
+    capsys: pytest.CaptureFixture[str], targets: str, target: str, arguments: list[str], text: str
+) -> None:
+    """Exit code 2, what and why, no traceback."""
+    memory = [] if "--device-memory" in arguments else ["--device-memory", "8MiB"]
+    assert main(["estimate", f"{targets}:{target}", *memory, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
