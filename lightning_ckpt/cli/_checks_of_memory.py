@@ -6,7 +6,7 @@ from itertools import islice
 from torch import nn
 
 from lightning_ckpt.causes import WHAT_ELSE_HELPS
-from lightning_ckpt.cli._findings import Finding, NotApplicable, failed, passed, some, warned
+from lightning_ckpt.cli._findings import Finding, NotApplicable, OutOfMemory, failed, passed, some, warned
 from lightning_ckpt.cli._measurement import CAUSES
 from lightning_ckpt.cli._patient import Patient
 from lightning_ckpt.cli._target import elements_in
@@ -81,7 +81,10 @@ def attention(patient: Patient) -> Finding:
 
 def headroom(patient: Patient) -> Finding:
     """The longest batch fits too."""
-    memory, elements = patient.checkpointed.memory, patient.checkpointed.elements
+    try:
+        memory, elements = patient.checkpointed.memory, patient.checkpointed.elements
+    except OutOfMemory as error:
+        return failed(f"not even the first batch fits: {error}", "a smaller batch, or a policy that keeps less")
     limit = patient.conditions.memory_limit or reader_for(patient.device).limit()
     if limit is None or not elements:
         raise NotApplicable("this device does not tell its memory" if limit is None else "no tensor in the batch")
@@ -91,7 +94,7 @@ def headroom(patient: Patient) -> Finding:
     which = "the one batch" if count == 1 else f"the longest of {count} batches"
     evidence = (
         f"{which} has {longest:,} elements, {growth:.2f} times the measured one: about {format_size(needed)} of "
-        f" {format_size(limit)}, if activations grow alike"
+        f"{format_size(limit)}, if activations grow alike"
     )
     if needed <= _TIGHT * limit:
         return passed(evidence)

@@ -26,6 +26,10 @@ class NotApplicable(Exception):
     """A check can't be made; its text says why."""
 
 
+class OutOfMemory(NotApplicable):
+    """Training steps did not fit into memory; the text says how that was seen."""
+
+
 def passed(evidence: str) -> Finding:
     """All is well."""
     return Finding("pass", evidence)

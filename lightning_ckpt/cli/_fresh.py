@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ckpt.cli._command import UsageError
+from lightning_ckpt.cli._findings import OutOfMemory
 from lightning_ckpt.cli._measurement import STEP, Measurement, Request
-
-
-class OutOfMemory(Exception):
-    """A policy's steps did not fit into memory; the text says how that was seen."""
 
 
 class _There(Exception):

@@ -88,7 +88,8 @@ def _measure(options: Namespace) -> Comparison:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from lightning_ckpt.cli._fresh import OutOfMemory, measure_fresh
+    from lightning_ckpt.cli._findings import OutOfMemory
+    from lightning_ckpt.cli._fresh import measure_fresh
     from lightning_ckpt.cli._policies import PLAIN, parse_policies
 
     asked = {"steps": options.steps, "seed": options.seed, "blocks": options.blocks, "precision": options.precision}

@@ -1,6 +1,8 @@
 """`lightning-ckpt doctor`: the field's common mistakes, each as a check with its evidence and its cure."""
 
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
@@ -81,24 +83,29 @@ def _conditions(options: Namespace) -> "Conditions":
 
 
 def _examine(options: Namespace, conditions: "Conditions") -> dict[str, Finding]:
+    """Measure in processes of their own first, while nothing of this one is on the device, then look closer here."""
     import lightning as L
+    from rich.console import Console
 
     from lightning_ckpt.cli._checks import examine, quiet
-    from lightning_ckpt.cli._fresh import OutOfMemory, measure_fresh
+    from lightning_ckpt.cli._findings import OutOfMemory
+    from lightning_ckpt.cli._fresh import measure_fresh
     from lightning_ckpt.cli._measurement import Measurement, Request
     from lightning_ckpt.cli._patient import Patient
     from lightning_ckpt.cli._target import load_target
 
-    def measure(checkpointed: bool) -> Measurement:
-        policy = options.policy if checkpointed else "none"
-        asked = {"steps": options.steps, "seed": options.seed, "blocks": options.blocks}
-        try:
-            return measure_fresh(Request(target=options.target, policy=policy, **asked))
-        except OutOfMemory as error:
-            raise UsageError(f"{policy}: {error}") from error
+    asked = {"target": options.target, "steps": options.steps, "seed": options.seed, "blocks": options.blocks}
 
+    @cache
+    def measure(checkpointed: bool) -> Measurement:
+        return measure_fresh(Request(policy=options.policy if checkpointed else "none", **asked))
+
+    console = Console(stderr=True)
+    for checkpointed in (False, True):
+        with console.status(f"Training {f'with {options.policy}' if checkpointed else 'plain'}"), suppress(OutOfMemory):
+            measure(checkpointed)
     L.seed_everything(options.seed, verbose=False)
-    with quiet():
+    with console.status("Looking closer"), quiet():
         return examine(Patient(load_target(options.target), conditions, measure))
 
 

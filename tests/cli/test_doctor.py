@@ -18,12 +18,13 @@ from lightning_ckpt.cli import _checks_of_memory as of_memory
 from lightning_ckpt.cli import _checks_of_training as of_training
 from lightning_ckpt.cli import main
 from lightning_ckpt.cli._checks import CHECKS, examine, quiet
-from lightning_ckpt.cli._findings import NotApplicable
+from lightning_ckpt.cli._findings import NotApplicable, OutOfMemory
 from lightning_ckpt.cli._measured import measure_target
 from lightning_ckpt.cli._measurement import Measurement, Request
 from lightning_ckpt.cli._patient import Conditions, Patient
 from lightning_ckpt.cli._policies import parse_policy
 from lightning_ckpt.cli._target import Target
+from lightning_ckpt.policies import Full
 from zoo import llama
 
 WIDTH = 32
@@ -437,6 +438,20 @@ def test_the_longest_batch_must_fit(share: float, status: str) -> None:
     assert "the longest of 2 batches has 262,144 elements, 8.00 times the measured one" in found.evidence
 
 
+def test_a_first_batch_that_does_not_fit_fails() -> None:
+    """Plain training that does not fit is no fault; the policy's own steps must."""
+    whole = Patient(Target("test", Model(), rows()), Conditions(policy=Full()), does_not_fit)
+    found = of_memory.headroom(whole)
+    assert found.status == "fail"
+    assert found.evidence == "not even the first batch fits: CUDA out of memory"
+    with pytest.raises(NotApplicable, match="out of memory"):
+        of_memory.activations(whole)
+
+
+def does_not_fit(checkpointed: bool) -> Measurement:
+    raise OutOfMemory("CUDA out of memory")
+
+
 def test_a_batch_without_tensors_has_no_length() -> None:
     """What can't be told is skipped, not guessed."""
 
@@ -558,9 +573,9 @@ def test_a_failed_check_is_exit_code_one(target: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_what_goes_wrong_in_the_users_code_is_one_line(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, the check that came upon it, and the error."""
+    """Exit code 2, what was being trained, and the error."""
     assert main(["doctor", f"{target}:failing", "--steps", "1"]) == 2
-    assert capsys.readouterr().err == f"lightning-ckpt: {target}:failing: training_step: KeyError: 'labels'\n"
+    assert capsys.readouterr().err == "lightning-ckpt: none: KeyError: 'labels'\n"
 
 
 @pytest.mark.parametrize(
