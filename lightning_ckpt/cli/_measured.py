@@ -50,21 +50,9 @@ def measure_target(target: Target, request: Request) -> Measurement:
     policy = parse_policy(request.policy)
     watch = _Watch(request.steps)
     callbacks: list[L.Callback] = [watch]
-    checkpointing = None
     if policy is not None:
-        checkpointing = ActivationCheckpointing(policy, blocks=request.blocks, monitor=False)
-        callbacks.insert(0, checkpointing)
-    trainer = L.Trainer(
-        devices=1,
-        precision=request.precision,  # type: ignore[arg-type]
-        callbacks=callbacks,
-        max_epochs=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        callbacks.insert(0, ActivationCheckpointing(policy, blocks=request.blocks, monitor=False))
+    trainer = _trainer(callbacks, request.precision)
     _fit(trainer, target, WARM_UP + request.steps + RECORDED)
     assert watch.memory is not None
     return Measurement(
@@ -79,6 +67,20 @@ def measure_target(target: Target, request: Request) -> Measurement:
         device=_device(trainer.strategy.root_device),
         on_host=trainer.strategy.root_device.type == "cpu",
         versions={"torch": torch.__version__, "lightning": L.__version__, "Python": platform.python_version()},
+    )
+
+
+def _trainer(callbacks: list[L.Callback], precision: str | None) -> L.Trainer:
+    return L.Trainer(
+        devices=1,
+        precision=precision,  # type: ignore[arg-type]
+        callbacks=callbacks,
+        max_epochs=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
 
 

@@ -84,7 +84,7 @@ def _check(options: Namespace) -> None:
 
 
 def _measure(options: Namespace) -> Comparison:
-    """Measure one policy after the other, plain training first, so that none disturbs another."""
+    """Measure one policy after the other, so that none disturbs another; plain training first, which must work."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -112,6 +112,10 @@ def _measure(options: Namespace) -> Comparison:
                 measured.append(measure_fresh(request, partial(progress.update, task, advance=1, doing="")))
             except OutOfMemory as error:
                 failed[name] = f"out of memory: {error}"
+            except UsageError as error:
+                if name == PLAIN:
+                    raise
+                failed[name] = str(error).removeprefix(f"{name}: ")
             progress.stop_task(task)
     return Comparison(target=options.target, seed=options.seed, measured=tuple(measured), failed=failed)
 

@@ -261,11 +261,15 @@ def test_other_gradients_are_exit_code_one(targets: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_told_and_the_rest_goes_on(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Plain training that runs out of memory is why people are here: the other policies are measured all the same."""
-    assert main(["compare", f"{targets}:too_large", "--policies", "full", "--steps", "1"]) == 1
+def test_what_cannot_be_measured_is_told_and_the_rest_goes_on(
+    targets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Plain training that runs out of memory is why people are here; nor does a policy that fails end the others."""
+    policies = "full:select=range-2-9,full"
+    assert main(["compare", f"{targets}:too_large", "--policies", policies, "--steps", "1"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "none: out of memory: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in printed
+    assert "full:select=range-2-9: ValueError: Full(select='range-2-9'): the model has 4 blocks" in printed
     assert "Plain training could not be measured" in printed
     assert "full" in printed
 
