@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-LETTER = 6.9  # the width of a letter of the labels, in pixels, on the safe side
+LETTER = 7.9  # the width of a letter of the labels, in pixels, on the safe side
 LINE = 15.0  # and the height of their line
 
 

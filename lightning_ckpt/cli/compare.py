@@ -146,7 +146,7 @@ def _table(comparison: Comparison) -> "Table":
     for number, name in enumerate(COLUMNS):
         # Broken by hand, so that a table of short names fits into 80 columns.
         broken = name.replace("activations", "activa-\ntions").replace(" ", "\n").replace("/", "\n/")
-        table.add_column(broken, justify="right" if number else "left", no_wrap=bool(number))
+        table.add_column(broken, justify="right" if number else "left", no_wrap=bool(number), overflow="fold")
     for one in comparison.measured:
         table.add_row(*row(one, comparison.plain))
     return table
