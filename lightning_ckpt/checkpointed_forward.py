@@ -18,7 +18,9 @@ from lightning_ckpt._compat import inside_transform, is_sharded, without_modes
 from lightning_ckpt.activations import Keeping
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.block_state import Buffers, Parameters
+from lightning_ckpt.kept_results import kept_by
 from lightning_ckpt.policies import Policy, ReplayContexts
+from lightning_ckpt.replay_meter import ReplayMeter
 from lightning_ckpt.replay_state import Environment, is_recomputing, recomputing
 from lightning_ckpt.segments import CALLED_AGAIN, Segment
 from lightning_ckpt.value_check import Comparisons, ValueCheck
@@ -61,6 +63,8 @@ class Application:
         self.latest: weakref.ref[Environment] | None = None  # of the latest call, while its graph lives
         self.keeping: Keeping | None = None  # counts what blocks let go, while somebody measures
         self.observers: tuple[Observer, ...] = ()
+        self.meter: ReplayMeter | None = None  # counts what calls let go and times replays, while somebody monitors
+        self.treated = 0  # how often blocks were treated otherwise than before
         self.comparisons = Comparisons()
         self.calls = count()
         self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
@@ -269,6 +273,9 @@ class Call:
         # Attributes cost more to look at than they usually tell: while buffers are learned, and no longer.
         self._witness = Witness(block) if forward.buffers.learning else None
         self._around_forward, self._around_replay = contexts.make()
+        # Not in the replay of an outer checkpoint: that is no second call.
+        meter = None if is_recomputing() else how.meter
+        self._tally = meter.begins(self.name, contexts, tensors) if meter else None
         self._check: ValueCheck | None = None
         if how.determinism_check == "values":
             self._check = ValueCheck(self.name, block, how.preserve_rng_state, how.comparisons, next(how.calls))
@@ -280,6 +287,9 @@ class Call:
             output = self._forward.plain(self.block, *args, **kwargs)
         if self._forward.how.keeping:
             self._forward.how.keeping.let_go()
+        if self._tally:
+            self._tally.ends(kept_by(self._around_forward))
+            self._tally = None
         with without_modes():
             self._forward.buffers.after_forward(self.block, self._buffers)
         for tensor, version in zip(tensors, versions, strict=True):
@@ -289,7 +299,17 @@ class Call:
 
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward pass again, on the arguments, random numbers, parameters and buffers of then."""
-        nested = is_recomputing()
+        meter, nested = self._forward.how.meter, is_recomputing()
+        if meter is None or nested:
+            return self._replay(tensors, nested)
+        meter.forward_over()
+        begun = meter.mark()
+        try:
+            return self._replay(tensors, nested)
+        finally:  # most replays end early, by an exception
+            meter.replayed(begun)
+
+    def _replay(self, tensors: Sequence[Tensor], nested: bool) -> Sequence[Tensor]:
         self._contexts.on_replay()
         if self._witness:
             changes = self._witness.changes(Witness(self.block))
@@ -323,6 +343,8 @@ class Call:
             self._check.saves(tensor)
         if self._forward.how.keeping:
             self._forward.how.keeping.note(self.name, tensor)
+        if self._tally:
+            self._tally.note(tensor)
 
     def cause(self) -> str:
         """What may have made the latest replay differ from the forward, in words."""

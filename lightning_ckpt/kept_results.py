@@ -9,6 +9,7 @@ forward; and a second backward pass replays what the first has used up.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,15 +41,19 @@ class KeptResults:
 
     def forward(self) -> TorchDispatchMode:
         """The mode around the forward."""
-        return _Keeping(self._note)
+        return _Keeping(self._note, self._kept)
 
     def replay(self) -> TorchDispatchMode:
         """The mode around one replay."""
         counts: defaultdict[Any, int] = defaultdict(int)
         return _Giving(lambda op: self._take(op, counts))
 
+    def _kept(self) -> Iterator[Tensor]:
+        return tensors_in([kept.result for calls in self._calls.values() for kept in calls])
+
     def _note(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self._forget_overwritten(op, args, kwargs)
+        if _written_places(op):
+            self._forget_overwritten(op, args, kwargs)
         keep = self._keep(op)
         if keep is None:
             return
@@ -81,9 +86,9 @@ class KeptResults:
 
 
 class _Keeping(TorchDispatchMode):
-    def __init__(self, note: Callable[[Any, Any, Any, Any], None]) -> None:
+    def __init__(self, note: Callable[[Any, Any, Any, Any], None], kept: Callable[[], Iterator[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
+        self._note, self.kept = note, kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -120,18 +125,29 @@ class _RandomState:
             set_device_states(self._devices, self._states, device_type=self._kind)
 
 
+def kept_by(context: object) -> Iterator[Tensor]:
+    """The results kept so far by what is around a forward; none where it is no mode that keeps any."""
+    return context.kept() if isinstance(context, _Keeping) else iter(())
+
+
 def _is_random(op: Any) -> bool:
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
 def written(op: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors whose values an operator changes in place."""
+    for index, name in _written_places(op):
+        yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
+
+
+@cache
+def _written_places(op: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes to: asked of every operator that runs, and of few kinds."""
     schema = getattr(op, "_schema", None)
     if schema is None or not schema.is_mutable or torch.Tag.inplace_view in op.tags:
-        return  # the last kind (`squeeze_`) changes a tensor's shape and none of its values
-    for index, given in enumerate(schema.arguments):
-        if given.alias_info is not None and given.alias_info.is_write:
-            yield from tensors_in(args[index] if index < len(args) else kwargs.get(given.name))
+        return ()  # the last kind (`squeeze_`) changes a tensor's shape and none of its values
+    given = enumerate(schema.arguments)
+    return tuple((index, one.name) for index, one in given if one.alias_info is not None and one.alias_info.is_write)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

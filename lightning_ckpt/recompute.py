@@ -100,6 +100,7 @@ class CheckpointedBlocks:
             if treatment.kept == "rest" and treatment.part not in dict(self._forwards[name].block.named_modules()):
                 raise ValueError(f"block {name!r} has no submodule {treatment.part!r}")
         self._remove_parts()
+        self._application.treated += 1
         for name, forward in self._forwards.items():
             self._treat(forward, treatments.get(name, Treatment()))
 

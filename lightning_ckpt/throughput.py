@@ -46,12 +46,14 @@ class Step:
     Args:
         seconds: from the end of the step before to its own, less validation and checkpoint saving.
         wait_seconds: the part of it between batches, waiting for data.
+        replay_seconds: the part of it in which checkpointed blocks were replayed; None when unknown.
         samples, tokens, work: summed over its micro-batches; None when unknown.
-        warmup: whether it belongs to the first steps of a run.
+        warmup: whether it tells nothing of the others: the first steps of a run, or one in which something is measured.
     """
 
     seconds: float
     wait_seconds: float
+    replay_seconds: float | None = None
     samples: int | None = None
     tokens: int | None = None
     work: Work | None = None
@@ -73,7 +75,8 @@ def throughput(steps: Sequence[Step]) -> dict[str, float]:
 
     `mfu` and `hfu` are the shortest possible time over the time taken: model FLOPs utilization as in the PaLM paper
     (arXiv 2204.02311, appendix B), which counts the model's operations once, and hardware FLOPs utilization, which
-    counts the recomputed ones too. A figure that any of the steps lacks is left out.
+    counts the recomputed ones too. `overhead_fraction` is the share of the step in which blocks were replayed. A figure
+    that any of the steps lacks is left out.
 
     >>> throughput([Step(seconds=0.5, wait_seconds=0.1, samples=8)])
     {'step_time_ms': 500.0, 'data_wait_ms': 100.0, 'samples_per_sec': 16.0}
@@ -95,6 +98,8 @@ _FIGURES: dict[str, Callable[[Step], float | None]] = {
     "tflops_per_sec": lambda step: _rate(step.work.model_flops / 1e12, step) if step.work else None,
     "mfu": lambda step: _rate(step.work.model_seconds, step) if step.work else None,
     "hfu": lambda step: _rate(step.work.total_seconds, step) if step.work else None,
+    "recompute_ms": lambda step: None if step.replay_seconds is None else step.replay_seconds * 1e3,
+    "overhead_fraction": lambda step: _rate(step.replay_seconds, step),
 }
 
 

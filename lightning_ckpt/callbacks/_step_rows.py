@@ -38,6 +38,9 @@ KEYS: Mapping[str, Key] = {
     "throughput/tflops_per_sec": Key("mean", "mean"),
     "throughput/mfu": Key("mean", "mean"),
     "throughput/hfu": Key("mean", "mean"),
+    "checkpointing/saved_gib": Key("max", "max"),
+    "checkpointing/recompute_ms": Key("max", "mean"),
+    "checkpointing/overhead_fraction": Key("max", "mean"),
     "batch_size/per_device": Key("max", "max"),  # the last one would be that of an epoch's odd end
     "batch_size/global": Key("sum", "max"),
 }
@@ -47,16 +50,23 @@ KEYS: Mapping[str, Key] = {
 LAG = 4
 
 
+_GROUPS = {"recompute_ms": "checkpointing", "overhead_fraction": "checkpointing"}
+
+
 @dataclass(frozen=True)
 class TimedStep:
-    """A step, and the spans its time is the sum of; `step.seconds` holds nothing until they are known."""
+    """A step, the spans its time is the sum of, and those of its replays; the step's times hold nothing until then."""
 
     step: Step
     spans: Spans
+    replays: Spans | None = None
 
     def known(self, clock: Clock) -> Step | None:
         seconds = clock.seconds(self.spans)
-        return None if seconds is None else replace(self.step, seconds=seconds)
+        if seconds is None or self.replays is None:
+            return None if seconds is None else replace(self.step, seconds=seconds)
+        replaying = clock.seconds(self.replays)
+        return None if replaying is None else replace(self.step, seconds=seconds, replay_seconds=replaying)
 
 
 @dataclass(frozen=True)
@@ -74,12 +84,12 @@ class Row:
     steps: tuple[TimedStep, ...]
 
     def rates(self, clock: Clock) -> dict[str, float] | None:
-        """Return the throughput figures, or None while the device has not come to the end of the interval."""
+        """Return the times and rates, or None while the device has not come to the end of the interval."""
         steps = [timed.known(clock) for timed in self.steps]
         known = [step for step in steps if step is not None]
         if len(known) < len(steps):
             return None
-        return {f"throughput/{name}": figure for name, figure in throughput(known).items()}
+        return {f"{_GROUPS.get(name, 'throughput')}/{name}": figure for name, figure in throughput(known).items()}
 
 
 class Rows:

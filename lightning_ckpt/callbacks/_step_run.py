@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from lightning_ckpt.callbacks import _trainer
 from lightning_ckpt.callbacks._clock import HostClock, clock_for
 from lightning_ckpt.callbacks._step_memory import MemoryFigures
+from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._step_rows import Row, Rows, TimedStep
 from lightning_ckpt.callbacks._step_work import WorkCount
+from lightning_ckpt.memory import GIB
 from lightning_ckpt.throughput import WARMUP_STEPS, Step, Stopwatch
 
 
@@ -70,7 +72,8 @@ class Run:
         self._waited = 0.0
         self._batch: _Batch | None = None
         self._batches: list[_Batch] = []
-        self._interval: list[tuple[TimedStep, _Sizes]] = []
+        self._interval: list[tuple[TimedStep, _Sizes, int | None]] = []
+        self._disturbed = False
         self._steps = 0
         # Not "every n-th number": a module that gathers gradients by itself steps at some numbers only.
         self._rows_due = _trainer.step_axis(trainer) // settings.every_n_steps
@@ -78,7 +81,8 @@ class Run:
         self._undo_saving = _trainer.around_saving(
             trainer, before=partial(self.hold, "saving"), after=partial(self.release, "saving")
         )
-        self.work = WorkCount(settings.flops, trainer, pl_module)
+        self.replays = StepReplays(pl_module, clock)
+        self.work = WorkCount(settings.flops, trainer, pl_module, lambda: self.replays.plan)
         self.rows = Rows(trainer, clock, settings.prefix)
         self._memory = MemoryFigures(device)
         self._restart_watches()
@@ -102,7 +106,7 @@ class Run:
         self._waited += sum(end - start for start, end in self._wait_watch.lap())
         self._wait_watch.hold("batch")
         self._batch = _Batch(samples=self._samples(batch), tokens=self._tokens(batch))
-        self.work.begin()
+        self._disturbed |= self.replays.plan is None or self.work.begin()
 
     def end_batch(self) -> None:
         batch, self._batch = self._batch or _Batch(), None
@@ -115,6 +119,7 @@ class Run:
 
     def close(self) -> None:
         self.work.close()
+        self.replays.close()
         self._optimizers.close()
         self._undo_saving()
 
@@ -124,6 +129,7 @@ class Run:
 
     def _end_step(self) -> None:
         spans = self._step_watch.lap()
+        saved, replays = self.replays.take()
         sizes = _Sizes(tuple(self._batches))
         step = Step(
             seconds=math.nan,
@@ -131,10 +137,10 @@ class Run:
             samples=sizes.samples(),
             tokens=sizes.tokens(),
             work=self.work.of(sizes.units()),
-            warmup=self._steps < WARMUP_STEPS,
+            warmup=self._disturbed or self._steps < WARMUP_STEPS,
         )
-        self._interval.append((TimedStep(step, spans), sizes))
-        self._batches, self._waited = [], 0.0
+        self._interval.append((TimedStep(step, spans, replays), sizes, saved))
+        self._batches, self._waited, self._disturbed = [], 0.0, False
         self._steps += 1
         axis = _trainer.step_axis(self._trainer)
         if (axis + 1) // self._settings.every_n_steps > self._rows_due:
@@ -142,13 +148,15 @@ class Run:
             self._end_interval(axis)
 
     def _end_interval(self, axis: int) -> None:
-        sizes = [sizes for _, sizes in self._interval]
+        steps, sizes, saved = zip(*self._interval, strict=True)
         largest = {
             "batch_size/per_device": max((one.largest() or 0 for one in sizes), default=0),
             "batch_size/global": max((one.samples() or 0 for one in sizes), default=0),
         }
         figures = {**self._memory.since_last(), **{key: float(size) for key, size in largest.items() if size}}
-        self.rows.add(Row(axis, figures, tuple(timed for timed, _ in self._interval)))
+        if None not in saved:
+            figures["checkpointing/saved_gib"] = max(saved) / GIB
+        self.rows.add(Row(axis, figures, steps))
         self._interval = []
 
     def _samples(self, batch: Any) -> int | None:

@@ -1,5 +1,6 @@
-"""The work of a step, from the FLOPs of the first batch."""
+"""The work of a step, from the FLOPs of one batch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -15,13 +16,20 @@ from lightning_ckpt.throughput import Work, ideal_seconds
 
 
 class WorkCount:
-    """Counts the first batch, and scales it to every other step.
+    """Counts one batch, and scales it to every step; counts again when another plan of what is replayed stands.
 
     Args:
         flops: as `StepMonitor` takes it.
+        plan: tells a number that changes with what is replayed; None while that is being looked for, and measured.
     """
 
-    def __init__(self, flops: Literal["auto"] | float | None, trainer: Trainer, pl_module: LightningModule) -> None:
+    def __init__(
+        self,
+        flops: Literal["auto"] | float | None,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        plan: Callable[[], int | None] = lambda: 0,
+    ) -> None:
         self._peaks = _peaks(trainer.strategy.root_device) if flops is not None else {}
         self._fixed = None
         if isinstance(flops, int | float):
@@ -30,18 +38,22 @@ class WorkCount:
         self._module: LightningModule | None = pl_module if flops == "auto" else None
         self._counter: FlopCounter | None = None
         self._of_a_unit: Work | None = None
+        self._plan = plan
+        self._counted: int | None = None  # under this plan
 
-    def begin(self) -> None:
-        """Start counting if this is the first batch."""
-        module, self._module = self._module, None
-        if module is None:
-            return
+    def begin(self) -> bool:
+        """Start counting if this is the first batch of a plan, and tell whether it is."""
+        module, plan = self._module, self._plan()
+        if module is None or plan is None or plan == self._counted:
+            return False
+        self._counted = plan
         problem = "the model is compiled" if is_compiled_whole(module) else uncountable(module)
         if problem:
-            _tell(problem)
-            return
+            self._give_up(problem)
+            return False
         self._counter = FlopCounter(is_recomputing)
         self._counter.__enter__()
+        return True
 
     def pause(self) -> None:
         """Leave out what follows in this batch: what an optimizer computes is not the model's work."""
@@ -55,7 +67,7 @@ class WorkCount:
             return
         flops = counter.result()
         if flops is None:
-            _tell(str(counter.problem))
+            self._give_up(str(counter.problem))
         else:
             self._of_a_unit = _work(flops, self._peaks).times(1 / units)
 
@@ -63,11 +75,18 @@ class WorkCount:
         """Return the work of a step of so many units, None when it is not known."""
         if self._fixed is not None:
             return self._fixed
-        return self._of_a_unit.times(units) if self._of_a_unit else None
+        if self._of_a_unit is None:
+            return None
+        work = self._of_a_unit.times(units)
+        return work if self._plan() == self._counted else replace(work, total_seconds=None)
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch."""
         self._stop()
+
+    def _give_up(self, problem: str) -> None:
+        _tell(problem)
+        self._module = self._of_a_unit = None
 
     def _stop(self) -> FlopCounter | None:
         counter, self._counter = self._counter, None

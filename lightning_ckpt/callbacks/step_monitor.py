@@ -28,6 +28,9 @@ class StepMonitor(Callback):
     | `throughput/samples_per_sec`, `throughput/tokens_per_sec` | 1/s | sum |
     | `throughput/tflops_per_sec` | TFLOP/s of the model's own work, a device | mean |
     | `throughput/mfu`, `throughput/hfu` | 0 to 1, without and with what is recomputed | mean |
+    | `checkpointing/saved_gib` | GiB of activations that checkpointed blocks did not keep | max |
+    | `checkpointing/recompute_ms` | ms of a step in which blocks were replayed | max |
+    | `checkpointing/overhead_fraction` | 0 to 1, the share of the step | max |
     | `batch_size/per_device`, `batch_size/global` | samples of the largest micro-batch, of the step | max, sum |
 
     Args:
@@ -85,6 +88,10 @@ class StepMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._run:
             self._run.begin_batch(batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        if self._run:
+            self._run.replays.begin_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._run and pl_module.automatic_optimization:
