@@ -39,7 +39,7 @@ _LARGEST_FLASH_HEAD = 256
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Let attention and autocast go the way they go on CUDA."""
+    """Let attention and autocast go the way they go on CUDA; attention in all threads, while it lasts."""
     with patch.object(F, "scaled_dot_product_attention", _attention), _Float32UnderAutocast():
         yield
 

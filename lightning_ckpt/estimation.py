@@ -119,7 +119,8 @@ class Estimate:
         }
 
     def __rich__(self) -> Table:
-        unit = next(unit for unit in reversed(UNITS) if UNITS[unit] <= max(step.peak for step in self.steps))
+        most = max(step.peak for step in self.steps)
+        unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if UNITS[unit] <= most)
         size, ranks = self.steps[0].batch_size, f", each of {self.ranks} ranks" if self.ranks > 1 else ""
         of = f" of batch size {size}" if size else ""
         table = Table("Policy", title=f"A step{of} in {unit}: {self.precision}, {self.device}{ranks}")

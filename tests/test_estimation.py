@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import ActivationCheckpointing, Full, checkpoint_blocks, estimate_memory
+from lightning_ckpt._compat import compiled_graphs
 from lightning_ckpt.fake_copy import CannotEstimate
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.policies import Policy
@@ -549,6 +550,20 @@ def test_a_model_that_is_checkpointed_already_is_estimated_like_the_plain_one() 
     batch = GPT_SPECIMEN.batch()
     one, other = (estimate_memory(m, batch, next_token, optimizer=ADAMW).steps for m in (plain, checkpointed))
     assert one == other
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_run_as_it_was_written() -> None:
+    """Nothing is compiled for an estimate, neither a wrapped model nor blocks compiled in place."""
+    plain, batch = GPT_SPECIMEN.build(), GPT_SPECIMEN.batch()
+    in_place = copy.deepcopy(plain)
+    for block in in_place.blocks:
+        block.compile()
+    graphs = compiled_graphs()
+    expected = estimate_memory(plain, batch, next_token).steps
+    assert estimate_memory(in_place, batch, next_token).steps == expected
+    assert estimate_memory(torch.compile(plain), batch, next_token, policy="none").steps == expected[:1]
+    assert compiled_graphs() == graphs
 
 
 # --- errors

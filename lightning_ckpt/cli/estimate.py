@@ -190,7 +190,7 @@ def table(answer: Answer) -> "Table":
 
     first = answer.estimates[0]
     peaks = [step.peak for name in answer.policies for step in answer.steps(name)]
-    unit = next(unit for unit in reversed(UNITS) if UNITS[unit] <= max(peaks))
+    unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if UNITS[unit] <= max(peaks))
     ranks = f", each of {first.ranks} ranks" if first.ranks > 1 else ""
     shown = Table(title=f"{answer.target}: peak of a step in {unit}, {first.precision}{ranks}", box=SIMPLE_HEAD)
     shown.add_column("policy")

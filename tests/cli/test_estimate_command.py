@@ -1,6 +1,7 @@
 """`lightning-ckpt estimate`: what fits, up to which batch size, and its errors."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,37 @@ def test_what_cannot_be_estimated_is_one_line(
     assert text in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/estimating.md"
+
+
+@pytest.mark.slow
+def test_the_pages_table_is_the_printed_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What docs/estimating.md shows, word for word, of the command it shows."""
+    monkeypatch.chdir(ROOT)
+    page = PAGE.read_text(encoding="utf-8")
+    command = re.search(r"```sh\nlightning-ckpt (.*)\n", page)
+    shown = re.search(r"```text\n(.*?)```", page, flags=re.DOTALL)
+    assert command
+    assert shown
+    assert main(command[1].split()) == 0
+    assert capsys.readouterr().out.split() == shown[1].split()
+
+
+def test_the_pages_accuracy_is_the_measured_one() -> None:
+    """The figures are those of the committed benchmark."""
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    results = (ROOT / "benchmarks/results/estimate_accuracy_cpu_202611.md").read_text(encoding="utf-8")
+    found = re.search(r"counted: median (\S+), worst (\S+), of (\d+) cases", results)
+    assert found
+    assert f"{found[3]} cases: median error {found[1]}, worst {found[2]}" in page
+    ratios: dict[str, list[float]] = {}
+    for name, ratio in re.findall(r"^\| (resnet|unet|lstm) \|.*\| ([\d.]+) \| aten", results, flags=re.MULTILINE):
+        ratios.setdefault("lstm" if name == "lstm" else "convolutional", []).append(1 - float(ratio))
+    least, most = min(ratios["convolutional"]), max(ratios["convolutional"])
+    assert f"convolutional networks {least:.0%} to {most:.0%} too low" in page
+    assert f"LSTM layers {min(ratios['lstm']):.0%} to {max(ratios['lstm']):.0%} too low" in page
