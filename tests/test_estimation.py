@@ -553,6 +553,7 @@ def test_a_model_that_is_checkpointed_already_is_estimated_like_the_plain_one() 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")  # by the compiler's own imports
 def test_a_compiled_model_is_run_as_it_was_written() -> None:
     """Nothing is compiled for an estimate, neither a wrapped model nor blocks compiled in place."""
     plain, batch = GPT_SPECIMEN.build(), GPT_SPECIMEN.batch()
