@@ -1,16 +1,26 @@
 """The memory figures of an interval, from whichever reader measures."""
 
+from typing import Literal
+
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ckpt.memory import GIB, AcceleratorReader, HostReader, Interval, reader_for
 
+Phase = Literal["forward", "backward", "optimizer"]
+
 
 class MemoryFigures:
-    """Peak and room since they were last asked for; the limit is read once, at the start."""
+    """Peaks and room since they were last asked for; the limit is read once, at the start.
+
+    The peaks of a step's phases are told apart by reading and resetting at their ends. A process's resident size keeps
+    what a phase has freed, so it tells the peak of the whole alone.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._interval: Interval | None = Interval(reader_for(device))
+        self._peak = self._reserved = 0  # before the latest phase
+        self._phases: dict[Phase, int] = {}
         try:
             self._limit = self._interval.limit()
             self._interval.peak()
@@ -19,27 +29,38 @@ class MemoryFigures:
             rank_zero_info(f"StepMonitor: memory is left out: {error}")
             self._interval = None
 
+    def end_phase(self, phase: Phase | None) -> None:
+        """A phase of the step ends here; None for what is none: validation, the saving of a checkpoint."""
+        if self._interval is None or isinstance(self._interval.reader, HostReader):
+            return
+        peak = self._interval.peak()
+        self._peak = max(self._peak, peak)
+        self._reserved = max(self._reserved, self._interval.peak_reserved())
+        self._interval.reset_peak()
+        if phase:
+            self._phases[phase] = max(self._phases.get(phase, 0), peak)
+
     def since_last(self) -> dict[str, float]:
         if self._interval is None:
             return {}
-        peak = self._interval.peak()
-        figures = {**_peaks(self._interval, peak), **_room(peak, self._limit)}
+        self.end_phase(None)
+        peak = max(self._peak, self._interval.peak())
+        figures = {**self._peaks(peak), **_room(peak, self._limit)}
         self._interval.reset_peak()
+        self._peak, self._reserved, self._phases = 0, 0, {}
         return {f"memory/{name}": figure for name, figure in figures.items()}
 
-
-def _peaks(interval: Interval, peak: int) -> dict[str, float]:
-    reader = interval.reader
-    if isinstance(reader, HostReader):
-        return {"peak_rss_gib": peak / GIB}
-    if not isinstance(reader, AcceleratorReader):
-        return {"peak_allocated_gib": peak / GIB}
-    return {
-        "peak_allocated_gib": peak / GIB,
-        "peak_reserved_gib": interval.peak_reserved() / GIB,
-        "alloc_retries": reader.alloc_retries(),
-        "ooms": reader.ooms(),
-    }
+    def _peaks(self, peak: int) -> dict[str, float]:
+        assert self._interval is not None
+        reader = self._interval.reader
+        if isinstance(reader, HostReader):
+            return {"peak_rss_gib": peak / GIB}
+        figures = {"peak_allocated_gib": peak / GIB}
+        if isinstance(reader, AcceleratorReader):
+            figures["peak_reserved_gib"] = self._reserved / GIB
+            figures["alloc_retries"] = reader.alloc_retries()
+            figures["ooms"] = reader.ooms()
+        return {**figures, **{f"peak_{phase}_gib": size / GIB for phase, size in self._phases.items()}}
 
 
 def _room(peak: int, limit: int | None) -> dict[str, float]:

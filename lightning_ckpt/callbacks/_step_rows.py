@@ -7,10 +7,10 @@ from typing import Literal
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ckpt.callbacks._clock import Clock, HostClock, Spans
 from lightning_ckpt.callbacks._ranks import Reduced, reducer
+from lightning_ckpt.callbacks._step_warnings import RowWarnings
 from lightning_ckpt.callbacks._trainer import batch_share, wandb_names
 from lightning_ckpt.throughput import Step, throughput
 
@@ -27,6 +27,9 @@ KEYS: Mapping[str, Key] = {
     "memory/peak_allocated_gib": Key("max", "max"),
     "memory/peak_reserved_gib": Key("max", "max"),
     "memory/peak_rss_gib": Key("max", "max"),
+    "memory/peak_forward_gib": Key("max", "max"),
+    "memory/peak_backward_gib": Key("max", "max"),
+    "memory/peak_optimizer_gib": Key("max", "max"),
     "memory/headroom_gib": Key("min", "min"),  # the room that was left when the peak was highest
     "memory/peak_fraction": Key("max", "max"),
     "memory/alloc_retries": Key("max", "max"),
@@ -100,7 +103,7 @@ class Rows:
     has come from the device.
     """
 
-    def __init__(self, trainer: Trainer, clock: Clock, prefix: str) -> None:
+    def __init__(self, trainer: Trainer, clock: Clock, prefix: str = "", headroom: float | None = None) -> None:
         self._trainer, self._clock, self._prefix = trainer, clock, prefix
         self._open: deque[Row] = deque()
         self._reduced: deque[tuple[int, Reduced]] = deque()
@@ -110,7 +113,7 @@ class Rows:
             how = {name: key.ranks for name, key in KEYS.items()}
             self._reduce = reducer(how, trainer.strategy.root_device, batch_share(trainer))
         self._declared: set[str] = set()
-        self._warned = False
+        self._warnings = RowWarnings(trainer, headroom)
 
     def add(self, row: Row) -> None:
         """Take a row; on several ranks, all take one at the same step."""
@@ -148,7 +151,7 @@ class Rows:
     def _write(self, axis: int, figures: Mapping[str, float]) -> None:
         if not self._trainer.is_global_zero:
             return
-        self._warn_of_impossible(figures)
+        self._warnings.look(axis, figures)
         row = {key: figures[key] for key in KEYS if key in figures}
         self._declare([key for key in row if key not in self._declared])
         for logger in self._trainer.loggers:
@@ -165,12 +168,3 @@ class Rows:
                     logger.experiment.define_metric(
                         prefix + self._prefix + key, step_metric=axis, step_sync=True, summary=KEYS[key].summary
                     )
-
-    def _warn_of_impossible(self, figures: Mapping[str, float]) -> None:
-        mfu = max(figures.get("throughput/mfu", 0.0), figures.get("throughput/hfu", 0.0))
-        if mfu > 1 and not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"StepMonitor: a utilization of {mfu:.2f} can't be: the model FLOPs are too high for the time "
-                "measured. Check the number given as StepMonitor(flops=...), or report the model and the device."
-            )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ckpt.callbacks import _trainer
 from lightning_ckpt.callbacks._clock import HostClock, clock_for
-from lightning_ckpt.callbacks._step_memory import MemoryFigures
+from lightning_ckpt.callbacks._step_memory import MemoryFigures, Phase
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._step_rows import Row, Rows, TimedStep
 from lightning_ckpt.callbacks._step_work import WorkCount
@@ -30,6 +30,7 @@ class Settings:
     tokens_fn: Callable[[Any], int] | None
     flops: Literal["auto"] | float | None
     prefix: str
+    headroom: float | None
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ class _Sizes:
         return self.tokens() or self.samples() or len(self.batches) or 1
 
 
+@dataclass(frozen=True)
+class _Ended:
+    """One optimizer step that has ended, with the bytes that its blocks let go."""
+
+    timed: TimedStep
+    sizes: _Sizes
+    saved: int | None
+
+
 class Run:
     """One `fit`: all that is remembered from hook to hook, and put back at its end."""
 
@@ -72,18 +82,18 @@ class Run:
         self._waited = 0.0
         self._batch: _Batch | None = None
         self._batches: list[_Batch] = []
-        self._interval: list[tuple[TimedStep, _Sizes, int | None]] = []
+        self._interval: list[_Ended] = []
         self._disturbed = False
         self._steps = 0
         # Not "every n-th number": a module that gathers gradients by itself steps at some numbers only.
         self._rows_due = _trainer.step_axis(trainer) // settings.every_n_steps
-        self._optimizers = _OptimizerSteps(trainer, pl_module)
+        self._optimizers = _OptimizerSteps(trainer, pl_module, partial(self.end_phase, "optimizer"))
         self._undo_saving = _trainer.around_saving(
             trainer, before=partial(self.hold, "saving"), after=partial(self.release, "saving")
         )
         self.replays = StepReplays(pl_module, clock)
         self.work = WorkCount(settings.flops, trainer, pl_module, lambda: self.replays.plan)
-        self.rows = Rows(trainer, clock, settings.prefix)
+        self.rows = Rows(trainer, clock, settings.prefix, settings.headroom)
         self._memory = MemoryFigures(device)
         self._restart_watches()
 
@@ -93,8 +103,15 @@ class Run:
         self._wait_watch.hold(reason)
 
     def release(self, reason: str) -> None:
+        self._memory.end_phase(None)
         self._step_watch.release(reason)
         self._wait_watch.release(reason)
+
+    def end_phase(self, phase: Phase) -> None:
+        """A phase of the step is over."""
+        if phase == "forward":
+            self.replays.begin_backward()
+        self._memory.end_phase(phase)
 
     def begin_epoch(self) -> None:
         if self._steps or self._batches:
@@ -111,6 +128,7 @@ class Run:
     def end_batch(self) -> None:
         batch, self._batch = self._batch or _Batch(), None
         self._batches.append(batch)
+        self._memory.end_phase("optimizer")
         self.work.end(_Sizes((batch,)).units())
         if self._optimizers.stepped():
             self._end_step()
@@ -139,7 +157,7 @@ class Run:
             work=self.work.of(sizes.units()),
             warmup=self._disturbed or self._steps < WARMUP_STEPS,
         )
-        self._interval.append((TimedStep(step, spans, replays), sizes, saved))
+        self._interval.append(_Ended(TimedStep(step, spans, replays), sizes, saved))
         self._batches, self._waited, self._disturbed = [], 0.0, False
         self._steps += 1
         axis = _trainer.step_axis(self._trainer)
@@ -148,15 +166,15 @@ class Run:
             self._end_interval(axis)
 
     def _end_interval(self, axis: int) -> None:
-        steps, sizes, saved = zip(*self._interval, strict=True)
         largest = {
-            "batch_size/per_device": max((one.largest() or 0 for one in sizes), default=0),
-            "batch_size/global": max((one.samples() or 0 for one in sizes), default=0),
+            "batch_size/per_device": max(step.sizes.largest() or 0 for step in self._interval),
+            "batch_size/global": max(step.sizes.samples() or 0 for step in self._interval),
         }
         figures = {**self._memory.since_last(), **{key: float(size) for key, size in largest.items() if size}}
-        if None not in saved:
+        saved = [step.saved for step in self._interval if step.saved is not None]
+        if len(saved) == len(self._interval):
             figures["checkpointing/saved_gib"] = max(saved) / GIB
-        self.rows.add(Row(axis, figures, steps))
+        self.rows.add(Row(axis, figures, tuple(step.timed for step in self._interval)))
         self._interval = []
 
     def _samples(self, batch: Any) -> int | None:
@@ -173,10 +191,15 @@ class _OptimizerSteps:
 
     With automatic optimization Lightning's accumulation rule says so. With manual optimization only the optimizers
     know, since the module may gather gradients over batches by itself.
+
+    Args:
+        trainer: whose optimizers they are.
+        pl_module: the module that may step them.
+        each: called after each step of an optimizer, with manual optimization.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, each: Callable[[], None]) -> None:
+        self._trainer, self._each = trainer, each
         self._manual = not pl_module.automatic_optimization
         self._taken = False
         optimizers = [each for each in trainer.optimizers if self._manual and isinstance(each, Optimizer)]
@@ -197,6 +220,7 @@ class _OptimizerSteps:
 
     def _take(self, *_: Any) -> None:
         self._taken = True
+        self._each()
 
 
 def _tokens_in(batch: Any) -> int | None:

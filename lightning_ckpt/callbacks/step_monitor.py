@@ -22,6 +22,7 @@ class StepMonitor(Callback):
     | --- | --- | --- |
     | `memory/peak_allocated_gib`, `memory/peak_reserved_gib` | GiB since the last row, accelerator | max |
     | `memory/peak_rss_gib` | GiB since the last row, resident size of the process, without an accelerator | max |
+    | `memory/peak_forward_gib`, `memory/peak_backward_gib`, `memory/peak_optimizer_gib` | GiB, by part of step | max |
     | `memory/headroom_gib`, `memory/peak_fraction` | GiB, 0 to 1, of what the process can hold | min, max |
     | `memory/alloc_retries`, `memory/ooms` | count since the start, accelerator | max |
     | `throughput/step_time_ms`, `throughput/data_wait_ms` | ms an optimizer step, and waiting for data in it | max |
@@ -44,6 +45,8 @@ class StepMonitor(Callback):
             `hfu`); `None` leaves `tflops_per_sec`, `mfu` and `hfu` out. They are left out too, and the log says why,
             where operations can't be counted: compiled code, kernels without a formula.
         prefix: written before every key.
+        headroom: warn, once, and raise an alert in W&B, when a step's peak leaves less than this share of the memory
+            free; `None` for no warning.
 
     Raises:
         ValueError, TypeError: an argument is none of these.
@@ -61,6 +64,7 @@ class StepMonitor(Callback):
         tokens_fn: Callable[[Any], int] | None = None,
         flops: Literal["auto"] | float | None = "auto",
         prefix: str = "",
+        headroom: float | None = 0.05,
     ) -> None:
         _check_every(every_n_steps)
         _check_function("batch_size_fn", batch_size_fn)
@@ -68,11 +72,13 @@ class StepMonitor(Callback):
         _check_flops(flops)
         if not isinstance(prefix, str):
             raise TypeError(f'prefix={prefix!r}: accepted is text to write before every key, such as "baseline/"')
+        _check_headroom(headroom)
         self.every_n_steps = every_n_steps
         self.batch_size_fn = batch_size_fn
         self.tokens_fn = tokens_fn
         self.flops = flops
         self.prefix = prefix
+        self.headroom = headroom
         self._run: Run | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,7 +97,11 @@ class StepMonitor(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         if self._run:
-            self._run.replays.begin_backward()
+            self._run.end_phase("forward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run:
+            self._run.end_phase("backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._run and pl_module.automatic_optimization:
@@ -129,7 +139,7 @@ class StepMonitor(Callback):
         self._end()
 
     def _settings(self) -> Settings:
-        return Settings(self.every_n_steps, self.batch_size_fn, self.tokens_fn, self.flops, self.prefix)
+        return Settings(self.every_n_steps, self.batch_size_fn, self.tokens_fn, self.flops, self.prefix, self.headroom)
 
     def _end(self) -> None:
         if self._run:
@@ -146,6 +156,14 @@ def _check_every(every_n_steps: Any) -> None:
     if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
         raise ValueError(
             f"every_n_steps={every_n_steps!r}: accepted are whole numbers from 1, the optimizer steps from row to row"
+        )
+
+
+def _check_headroom(headroom: Any) -> None:
+    number = isinstance(headroom, int | float) and not isinstance(headroom, bool)
+    if headroom is not None and not (number and 0 <= headroom < 1):
+        raise ValueError(
+            f"headroom={headroom!r}: accepted are a share of the memory from 0 to below 1, such as 0.05, and None"
         )
 
 

@@ -31,6 +31,9 @@ def test_a_row_a_step_and_nothing_else(clock: Clock) -> None:
     full, last = (
         {
             "memory/peak_allocated_gib": float(size),
+            "memory/peak_forward_gib": float(size),
+            "memory/peak_backward_gib": 0.0,
+            "memory/peak_optimizer_gib": 0.0,
             "memory/headroom_gib": 16.0 - size,
             "memory/peak_fraction": size / 16,
             "throughput/step_time_ms": 750.0,
@@ -131,7 +134,10 @@ def test_host_memory() -> None:
 def test_an_unknown_limit_has_no_headroom() -> None:
     """A reader that knows no limit gives a peak alone, and no zero."""
     logger = fit(meter=Meter(limit=None))
-    assert set(logger.rows("memory")[0][1]) == {"memory/peak_allocated_gib"}
+    assert set(logger.rows("memory")[0][1]) == {
+        "memory/peak_allocated_gib",
+        *(f"memory/peak_{phase}_gib" for phase in ("forward", "backward", "optimizer")),
+    }
 
 
 def test_exact_bytes() -> None:
@@ -526,6 +532,9 @@ def test_nothing_is_read_from_the_device_in_the_loop(monkeypatch: pytest.MonkeyP
         ({"flops": -1e9}, r"flops=-1000000000\.0: accepted"),
         ({"flops": math.inf}, r"flops=inf: accepted"),
         ({"flops": True}, r"flops=True: accepted"),
+        ({"headroom": 5}, r"headroom=5: accepted are a share of the memory from 0 to below 1.*, and None"),
+        ({"headroom": True}, r"headroom=True: accepted"),
+        ({"headroom": "5%"}, r"headroom='5%': accepted"),
         ({"prefix": None}, r"prefix=None: accepted is text"),
     ],
 )

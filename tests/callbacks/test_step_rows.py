@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,6 +32,15 @@ def test_no_logger_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Samples(4), batch_size=2, collate_fn=torch.stack)
     monitor = StepMonitor(batch_size_fn=lambda batch: pytest.fail("measured for nobody"))
     trainer([monitor], False).fit(Module(), loader)
+
+
+def test_the_documented_keys_are_those_logged() -> None:
+    """README's table, the monitor's docstring and the rows have the same keys, in the same order."""
+    table = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split("## What it logs")[1]
+    documents = table.split("\n## ")[0], str(StepMonitor.__doc__)
+    groups = r"`((?:memory|throughput|checkpointing|batch_size)/\w+)`"
+    for document in documents:
+        assert re.findall(groups, document) == list(KEYS)
 
 
 def test_fast_dev_run() -> None:
