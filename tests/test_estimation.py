@@ -366,6 +366,31 @@ def test_on_cuda_multi_head_attention_keeps_no_scores_either() -> None:
     assert on_cuda < 4 * 4 * 256 * 256 < on_cpu
 
 
+class Grouped(nn.Module):
+    """Four heads of queries for one of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 32 + 8 + 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([32, 8, 8], dim=-1)
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).square().mean()
+
+
+def test_on_cuda_grouped_heads_keep_scores_where_flash_does_not_run() -> None:
+    """The memory-efficient kernel takes no groups, and flash takes no float32: plain attention is left."""
+    single, half = (
+        estimate_memory(
+            Grouped(), torch.randn(1, 256, 32), lambda m, x: m(x), policy="none", precision=precision, device="cuda"
+        )["none"].activations
+        for precision in ("32-true", "bf16-true")
+    )
+    scores = 4 * 256 * 256
+    assert half < 2 * scores < 4 * scores < single
+
+
 def test_on_cuda_autocast_computes_softmax_in_float32() -> None:
     """Four bytes for each probability that backward needs, where the CPU's autocast computes them in two."""
     on_cpu, on_cuda = (
