@@ -143,6 +143,12 @@ class BudgetLoop:
         known: an earlier run's `BudgetPlan.to_json`, to start with.
         progress: show a progress bar while blocks are measured.
 
+    Attributes:
+        choices: for each block the index of its option, as the next step runs.
+        plan: the plan that stands; `None` before there is one.
+        profile: the blocks as measured; `None` before the first step is over.
+        budget: bytes.
+
     Raises:
         ValueError: a fraction of a memory that the device does not tell.
 
@@ -185,7 +191,7 @@ class BudgetLoop:
         self._timeline: Timeline | None = Timeline(self._names, marks_of(self._exact(reader)), self._gradients)
         self._profiler: Profiler | None = None
         self._ways: list[list[tuple[Treatment, Option]]] = []
-        self._choices: tuple[int, ...] = ()
+        self.choices: tuple[int, ...] = ()
         self._fitting: list[tuple[float, tuple[int, ...], int]] = []
         self._rounds = 0
         self._inputs = 0
@@ -205,6 +211,11 @@ class BudgetLoop:
             return self._open.enter_context(ExactHostReader(reader))
         except RuntimeError:  # somebody profiles, and PyTorch has one profiler at a time
             return reader
+
+    @property
+    def predicted(self) -> int:
+        """The peak that a step is predicted to have under the present choices, in bytes; 0 before any was measured."""
+        return max(self._peaks.peaks(self.choices).values(), default=0) if self._ways else 0
 
     def begin_batch(self) -> None:
         """A batch's forward pass is about to begin."""
@@ -253,7 +264,7 @@ class BudgetLoop:
         except ValueError:
             return False
         self._take(Profile.from_json(known["profile"]))
-        self._choices = tuple(
+        self.choices = tuple(
             next((index for index, (way, _) in enumerate(ways) if way == treatments.get(name)), 0)
             for name, ways in zip(self._names, self._ways, strict=True)
         )
@@ -266,7 +277,7 @@ class BudgetLoop:
             return
         profile = self._ranks.from_first(self._profiler.profile())
         self._take(profile)
-        self._choices = (0,) * len(self._names)
+        self.choices = (0,) * len(self._names)
         self._profiler = None
         self._handle.observe(*filter(None, [self._timeline]))
         yield profile
@@ -285,14 +296,14 @@ class BudgetLoop:
         if peaks.inputs > self._inputs:
             self._peaks.scale(peaks.inputs / self._inputs)
         if peaks.inputs >= _SHORTER * self._inputs:
-            self._peaks.observe(stretches, self._choices)
+            self._peaks.observe(stretches, self.choices)
             if max(stretches.values()) <= self.budget:
-                self._fitting.append((self._seconds(self._choices), self._choices, max(stretches.values())))
+                self._fitting.append((self._seconds(self.choices), self.choices, max(stretches.values())))
         causes = self._causes(peaks)
         if self._rounds == 2:
             yield causes
         plan = self._solve()
-        if self._rounds > _ROUNDS or plan.choices == self._choices:
+        if self._rounds > _ROUNDS or plan.choices == self.choices:
             yield from self._settle(plan, causes)
         else:
             self._apply(plan.choices)
@@ -317,14 +328,14 @@ class BudgetLoop:
         if over <= 0 or self.plan is None:
             return
         peak = self.budget + over
-        if not any(self._choices):
+        self._peaks.lift(max(0, peak - self.predicted))
+        plan = self._solve()
+        if plan.choices == self.choices:  # nothing is left to replay
             if not self._told:
                 self._told = True
                 yield self._shortfall(peak, None)
             return
-        self._peaks.lift(max(0, peak - max(self._peaks.peaks(self._choices).values())))
-        plan = self._solve()
-        before = self._seconds(self._choices)
+        before = self._seconds(self.choices)
         self._apply(plan.choices)
         self.plan = self._described(plan.choices, plan.peak, plan.solver, self.plan.causes)
         yield (
@@ -344,7 +355,7 @@ class BudgetLoop:
         return self._ranks.from_first(solve(self._peaks.options, self._peaks.phases(), self.budget))
 
     def _apply(self, chosen: tuple[int, ...]) -> None:
-        self._choices = chosen
+        self.choices = chosen
         self._handle.treat(self._treatments(chosen))
 
     def _treatments(self, chosen: Sequence[int]) -> dict[str, Treatment]:
@@ -367,7 +378,7 @@ class BudgetLoop:
         boundary = {block.name: block.boundary_bytes for block in self.profile.blocks}
         held = [
             (live, ways[choice][1].kept, boundary.get(name, 0))
-            for live, ways, choice, name in zip(peaks.highest.live, self._ways, self._choices, self._names, strict=True)
+            for live, ways, choice, name in zip(peaks.highest.live, self._ways, self.choices, self._names, strict=True)
         ]
         activations = max(0, sum(live * kept for live, kept, _ in held))
         boundaries = sum(size for live, _, size in held if live)

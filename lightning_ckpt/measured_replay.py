@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_ckpt._compat import TorchDispatchMode, storage_id
+from lightning_ckpt._compat import storage_id
 from lightning_ckpt.checkpointed_forward import Call
 
 # Replays that are timed; one before them has warmed up caches, allocator and kernels.
@@ -71,9 +71,12 @@ class _Enough(BaseException):
 
 
 def replay_alone(
-    call: Call, tensors: Sequence[Tensor], wanted: int, mode: TorchDispatchMode | None = None
+    call: Call, tensors: Sequence[Tensor], wanted: int, mode: AbstractContextManager[Any] | None = None
 ) -> list[Tensor]:
-    """Replay a call as backward has it replayed, up to the last of `wanted` saved tensors, and return those."""
+    """Replay a call as backward has it replayed, up to the last of `wanted` saved tensors, and return those.
+
+    A negative number has it run to its end, as a forward does.
+    """
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

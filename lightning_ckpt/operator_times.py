@@ -2,32 +2,30 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_ckpt._compat import OpOverload, StorageWeakRef, TorchDispatchMode, storage_id
 from lightning_ckpt.checkpointed_forward import Call
-from lightning_ckpt.kept_results import KeptResults, tensors_in, written
-from lightning_ckpt.measured_replay import replay_alone, seconds_of, strided
-from lightning_ckpt.profiles import OperatorCall
+from lightning_ckpt.kept_results import tensors_in, written
+from lightning_ckpt.measured_replay import median_seconds, replay_alone, seconds_of, strided
+from lightning_ckpt.planning import frontier
+from lightning_ckpt.policies import ReplayContexts, keeping_calls
+from lightning_ckpt.profiles import OperatorCall, SelectionProfile
 
 _REPLAYS = 3
-# Operators that are run to find what watching one of them costs.
-_CALLS = 200
+# More saved tensors than any block has.
+_TO_THE_END = -1
 # Operators whose results are never kept apart: casts, of which autocast may have one in its cache at one time and none
 # at another.
 _NOT_KEPT = ("aten._to_copy",)
 
 
-def operator_calls(
-    call: Call, tensors: Sequence[Tensor], wanted: int, seconds: float
-) -> tuple[tuple[OperatorCall, ...], float]:
-    """The operator calls of a replay whose results could be kept, and the time that keeping any of them costs.
+def operator_calls(call: Call, tensors: Sequence[Tensor], wanted: int, seconds: float) -> tuple[OperatorCall, ...]:
+    """The operator calls of a replay whose results could be kept.
 
     Each is timed by itself, which takes longer than all of them in a row: their times are shares of the replay's.
 
@@ -40,32 +38,34 @@ def operator_calls(
     clocks = [_Clock(tensors) for _ in range(_REPLAYS)]
     for clock in clocks:
         saved = set(map(storage_id, strided(replay_alone(call, tensors, wanted, clock))))
-    timed = [
-        statistics.median(one) for one in zip(*([c.seconds for c in clock.calls] for clock in clocks), strict=False)
-    ]
+    times = zip(*([one.seconds for one in clock.calls] for clock in clocks), strict=False)
+    timed = [statistics.median(one) for one in times]
     share = min(1.0, seconds / sum(timed)) if sum(timed) else 1.0
-    calls = tuple(
+    return tuple(
         OperatorCall(one.name, one.nbytes, not saved.isdisjoint(ref.cdata for ref in one.made), time * share)
         for one, time in zip(clocks[-1].calls, timed, strict=False)
         if one.made and one.nbytes
     )
-    # Once in the forward and once in the replay.
-    return calls, 2 * len(clocks[-1].calls) * _seconds_of_keeping()
 
 
-@cache
-def _seconds_of_keeping() -> float:
-    """The time that the mode which keeps results adds to one operator, on this machine."""
-    tensor = torch.zeros(8)
+def selections(
+    call: Call, tensors: Sequence[Tensor], wanted: int, operators: Sequence[OperatorCall]
+) -> Iterator[SelectionProfile]:
+    """Sets of operator calls worth keeping, each timed as it would run: watched in the forward and in the replay."""
+    plain = median_seconds(lambda: replay_alone(call, tensors, _TO_THE_END), tensors)
+    for indices in frontier([(operator.nbytes, operator.seconds) for operator in operators]):
+        kept = [operators[index] for index in sorted(indices)]
+        names = tuple(operator.name for operator in kept)
+        contexts = keeping_calls(names)
 
-    def run() -> None:
-        for _ in range(_CALLS):
-            tensor.neg()
+        def step(contexts: ReplayContexts = contexts) -> None:
+            forward, replay = contexts.make()
+            replay_alone(call, tensors, _TO_THE_END, forward)
+            replay_alone(call, tensors, wanted, replay())
 
-    alone = min(seconds_of(run, [tensor]) for _ in range(_REPLAYS))
-    with KeptResults(lambda operator: None).forward():
-        watched = min(seconds_of(run, [tensor]) for _ in range(_REPLAYS))
-    return max(0.0, watched - alone) / _CALLS
+        seconds = max(0.0, median_seconds(step, tensors) - plain)
+        nbytes = sum(operator.nbytes for operator in kept)
+        yield SelectionProfile(names, nbytes, sum(one.nbytes for one in kept if not one.saved), seconds)
 
 
 @dataclass

@@ -30,6 +30,23 @@ class OperatorCall:
 
 
 @dataclass(frozen=True)
+class SelectionProfile:
+    """Some operator calls of a block whose results are kept, while the rest of the block is replayed.
+
+    Attributes:
+        calls: their names.
+        kept_bytes: bytes of their results.
+        beside_bytes: those among them that backward does not need.
+        seconds: time that this adds to a step: the replay, and what watching operators takes in forward and replay.
+    """
+
+    calls: tuple[str, ...]
+    kept_bytes: int
+    beside_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class PartProfile:
     """One submodule of a block, replayed alone while the rest of the block is kept.
 
@@ -57,8 +74,8 @@ class BlockProfile:
         boundary_bytes: bytes of the inputs that checkpointing keeps; memory that several blocks take counts for the
             first.
         replay_seconds: time of what a backward pass really replays, up to the last tensor that it needs.
-        mode_seconds: time that keeping single operators' results adds to a step, beside the operators.
         operators: every operator call of the replay that makes memory of its own, in order.
+        selections: the sets of operator calls that are worth keeping, from few to many.
         parts: the submodules that could be replayed alone.
     """
 
@@ -68,8 +85,8 @@ class BlockProfile:
     kept_bytes: int
     boundary_bytes: int
     replay_seconds: float
-    mode_seconds: float = 0.0
     operators: tuple[OperatorCall, ...] = ()
+    selections: tuple[SelectionProfile, ...] = ()
     parts: tuple[PartProfile, ...] = ()
 
 
@@ -128,8 +145,9 @@ class Profile:
 
 def _block(found: dict[str, Any]) -> BlockProfile:
     operators = tuple(OperatorCall(**call) for call in found["operators"])
+    selections = tuple(SelectionProfile(**{**one, "calls": tuple(one["calls"])}) for one in found["selections"])
     parts = tuple(PartProfile(**part) for part in found["parts"])
-    return BlockProfile(**{**found, "operators": operators, "parts": parts})
+    return BlockProfile(**{**found, "operators": operators, "selections": selections, "parts": parts})
 
 
 def names_of(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.checkpointed_forward import Application, Call
 from lightning_ckpt.measured_replay import count_saved, median_seconds, replay_alone, strided
-from lightning_ckpt.operator_times import operator_calls
+from lightning_ckpt.operator_times import operator_calls, selections
 from lightning_ckpt.policies import Full
 from lightning_ckpt.profiles import BlockProfile, PartProfile, Profile
 from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards, install
@@ -179,9 +179,10 @@ class Profiler:
         seconds = median_seconds(lambda: replay_alone(call, tensors, saved.count), tensors)
         profile = BlockProfile("", "", 1, saved.nbytes, 0, seconds)
         if self._operators:
-            operators, idle = operator_calls(call, tensors, saved.count, seconds)
+            operators = operator_calls(call, tensors, saved.count, seconds)
+            selected = tuple(selections(call, tensors, saved.count, operators))
             parts = tuple(self._parts(call, tensors))
-            profile = replace(profile, mode_seconds=idle, operators=operators, parts=parts)
+            profile = replace(profile, operators=operators, selections=selected, parts=parts)
         return _Measured(profile, saved.outputs)
 
     def _parts(self, call: Call, tensors: Sequence[Tensor]) -> Iterator[PartProfile]:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ckpt.planning import Option, frontier
-from lightning_ckpt.profiles import BlockProfile, OperatorCall
+from lightning_ckpt.planning import Option
+from lightning_ckpt.profiles import BlockProfile
 
 # A part whose replay frees less than this share of what its block keeps is no option of its own.
 _WORTH_REPLAYING = 0.1
@@ -45,23 +45,16 @@ class Treatment:
 def choices(block: BlockProfile) -> list[tuple[Treatment, Option]]:
     """Every way to treat a block, the one that replays all of it first."""
     ways = [(Treatment(), Option("replayed", 0, 0, block.replay_seconds * block.calls))]
-    for calls in frontier([(call.nbytes, call.seconds) for call in block.operators]):
-        ways.append(_keeping(block, [block.operators[index] for index in calls]))
+    for chosen in block.selections:
+        treatment = Treatment("calls", calls=chosen.calls)
+        cost = Option(str(treatment), chosen.kept_bytes, chosen.beside_bytes, chosen.seconds * block.calls)
+        ways.append((treatment, cost))
     for part in block.parts:
         if part.kept_bytes <= block.kept_bytes * (1 - _WORTH_REPLAYING):
             treatment = Treatment("rest", part=part.name)
             ways.append((treatment, Option(str(treatment), part.kept_bytes, 0, part.replay_seconds * block.calls)))
     ways.append((Treatment("everything"), Option("kept", block.kept_bytes, 0, 0.0)))
     return [way for way in ways if way[0].kept == "nothing" or way[1].seconds < ways[0][1].seconds]
-
-
-def _keeping(block: BlockProfile, calls: list[OperatorCall]) -> tuple[Treatment, Option]:
-    treatment = Treatment("calls", calls=tuple(call.name for call in calls))
-    kept = sum(call.nbytes for call in calls)
-    # What backward needs of them is there in any replay; the others' results are there beside it.
-    beside = sum(call.nbytes for call in calls if not call.saved)
-    seconds = block.replay_seconds - sum(call.seconds for call in calls) + block.mode_seconds
-    return treatment, Option(str(treatment), kept, beside, max(seconds, 0.0) * block.calls)
 
 
 def _short(call: str) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from equality import Replays, assert_equal, trace, twins
 from lightning_ckpt.memory import AllocatorReader
-from lightning_ckpt.profiles import BlockProfile, OperatorCall, PartProfile
+from lightning_ckpt.profiles import BlockProfile, PartProfile, SelectionProfile
 from lightning_ckpt.profiling import profile_blocks
 from lightning_ckpt.recompute import checkpoint_blocks
 from lightning_ckpt.treatments import Treatment, choices
@@ -20,11 +20,9 @@ PROFILE = BlockProfile(
     kept_bytes=1000,
     boundary_bytes=100,
     replay_seconds=0.010,
-    mode_seconds=0.001,
-    operators=(
-        OperatorCall("aten.mm.default#0", 100, True, 0.004),
-        OperatorCall("aten.gelu.default#0", 400, True, 0.001),
-        OperatorCall("aten.mm.default#1", 100, False, 0.003),
+    selections=(
+        SelectionProfile(("aten.mm.default#0",), 100, 0, 0.007),
+        SelectionProfile(("aten.mm.default#0", "aten.mm.default#1"), 200, 100, 0.004),
     ),
     parts=(PartProfile("mlp", 300, 0.006), PartProfile("norm", 990, 0.001)),
 )
@@ -41,11 +39,11 @@ def test_the_ways_range_from_all_replayed_to_all_kept() -> None:
 
 
 def test_kept_results_cost_their_bytes_and_spare_their_time() -> None:
-    """The most time per byte comes first; a result that backward does not need is there beside the replay's."""
+    """A result that backward does not need is there beside the replay's."""
     first, option = choices(PROFILE)[1]
     assert first == Treatment("calls", calls=("aten.mm.default#0",))
     assert (option.kept, option.own) == (100, 0)
-    assert option.seconds == pytest.approx(2 * (0.010 - 0.004 + 0.001))
+    assert option.seconds == 0.014
     second, option = choices(PROFILE)[2]
     assert second.calls == ("aten.mm.default#0", "aten.mm.default#1")
     assert (option.kept, option.own) == (200, 100)

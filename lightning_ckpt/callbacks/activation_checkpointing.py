@@ -84,12 +84,13 @@ class ActivationCheckpointing(Callback):
         self._found: list[tuple[str, int]] = []
         self._added_monitor: StepMonitor | None = None
         self._budget_run: BudgetRun | None = None
+        self._last_plan: BudgetPlan | None = None
         self._known: dict[str, Any] | None = None
 
     @property
     def plan(self) -> BudgetPlan | None:
         """What is done with each block, once a plan of a `MemoryBudget` stands; prints as a rich table."""
-        return self._budget_run.plan if self._budget_run else None
+        return self._budget_run.plan if self._budget_run else self._last_plan
 
     def report(self) -> Coverage | None:
         """Which portions of the model are checkpointed, while `fit` runs; prints as a rich table."""
@@ -142,7 +143,8 @@ class ActivationCheckpointing(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_json()} if self.plan else {}
+        known = self.plan.to_json() if self.plan else self._known
+        return {"plan": known} if known else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._known = state_dict.get("plan")
@@ -177,6 +179,7 @@ class ActivationCheckpointing(Callback):
 
     def _undo_blocks(self) -> None:
         if self._budget_run is not None:
+            self._last_plan = self._budget_run.plan
             self._budget_run.close()
             self._budget_run = None
         if self._handle is not None:
