@@ -4,7 +4,9 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from operator import itemgetter
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -36,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # `TorchDispatchMode` is what every tool that watches operators is made of, PyTorch's own FLOP counter too.
 __all__ = [
     "AllocationRecording",
+    "CudaAllocationHistory",
     "CudaAllocationRecording",
     "DropoutBase",
     "FakeTensor",
@@ -100,6 +103,22 @@ class CudaAllocationRecording:
             for event in events
             if event["action"] in sign
         ]
+
+
+class CudaAllocationHistory:
+    """What CUDA's allocator does from here on, for PyTorch's visualiser: documented, by functions named as private."""
+
+    def __init__(self) -> None:
+        # The latest events at most, or a long run would fill the host's memory with them.
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+    def save(self, path: Path) -> None:
+        """Write it as a pickle."""
+        torch.cuda.memory._dump_snapshot(str(path))
+
+    def stop(self) -> None:
+        """Record no longer."""
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _started() -> Any:
@@ -167,6 +186,21 @@ def compiled_graphs() -> int:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is `torch.compile`'s wrapper, or was compiled in place; neither leaves a public mark."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def set_activation_memory_budget(share: float) -> Callable[[], None]:
+    """Set what part of its activations compiled code may keep, and return what puts the value found back.
+
+    PyTorch documents the setting for users, in a module whose name is private.
+    """
+    config: Any = import_module("torch._functorch.config")
+    found = config.activation_memory_budget
+    config.activation_memory_budget = share
+
+    def undo() -> None:
+        config.activation_memory_budget = found
+
+    return undo
 
 
 class _Saving(torch.autograd.Function):

@@ -9,9 +9,11 @@ from rich.console import Console
 from lightning_ckpt.blocks import Blocks, find_blocks
 from lightning_ckpt.budget_loop import BudgetPlan
 from lightning_ckpt.callbacks._budget_run import BudgetRun
-from lightning_ckpt.callbacks._trainer import callbacks_of, set_callbacks
+from lightning_ckpt.callbacks._compiled_run import CompiledRun
+from lightning_ckpt.callbacks._trainer import callbacks_of, is_compiled_whole, set_callbacks
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
+from lightning_ckpt.compiled_budget import any_compiled
 from lightning_ckpt.coverage import Coverage
 from lightning_ckpt.policies import MemoryBudget, Policy, resolve_policy
 from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
@@ -35,7 +37,8 @@ class ActivationCheckpointing(Callback):
             the expensive operators; `"auto"` or `MemoryBudget(...)`, only what a memory budget asks. The last measures
             the blocks on the first batch and the peak of some steps, and has settled within five steps of the first.
             Its plan is printed, goes into the run's config and the trainer's checkpoints, and is tightened, with a log
-            line, when a later step peaks above the budget.
+            line, when a later step peaks above the budget. Of a model under `torch.compile` the compiler chooses: it
+            is told, by PyTorch's `activation_memory_budget`, what share of the activations the budget lets it keep.
         blocks: what to checkpoint: `None` for the model's repeated blocks, a module class, a class name, a glob on the
             qualified name (`"model.layers.*"`), a predicate `(name, module) -> bool`, or a list of these. Names are
             those below the `LightningModule`.
@@ -84,6 +87,7 @@ class ActivationCheckpointing(Callback):
         self._found: list[tuple[str, int]] = []
         self._added_monitor: StepMonitor | None = None
         self._budget_run: BudgetRun | None = None
+        self._compiled_run: CompiledRun | None = None
         self._last_plan: BudgetPlan | None = None
         self._known: dict[str, Any] | None = None
 
@@ -115,12 +119,19 @@ class ActivationCheckpointing(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         policy = resolve_policy(self.policy)
-        if self._handle is not None and isinstance(policy, MemoryBudget):
+        if self._handle is None or not isinstance(policy, MemoryBudget):
+            return
+        if is_compiled_whole(pl_module) or any_compiled(pl_module.modules()):
+            self._handle.remove()  # what is compiled chooses by itself
+            self._compiled_run = CompiledRun(trainer, pl_module, policy)
+        else:
             self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, self._known)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._budget_run:
             self._budget_run.begin_batch()
+        if self._compiled_run:
+            self._compiled_run.begin_batch(batch)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._budget_run:
@@ -182,6 +193,9 @@ class ActivationCheckpointing(Callback):
             self._last_plan = self._budget_run.plan
             self._budget_run.close()
             self._budget_run = None
+        if self._compiled_run is not None:
+            self._compiled_run.close()
+            self._compiled_run = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
