@@ -40,7 +40,7 @@ class ReplayMeter:
 
     def __init__(self, mark: Callable[[], Any]) -> None:
         self.mark = mark
-        self._known: dict[Hashable, int] = {}
+        self._known: dict[tuple[Any, ...], int] = {}
         self._calls = 0
         self._sum = 0  # of the calls whose bytes are known
         self._tallies: list[Tally] = []
@@ -89,6 +89,13 @@ class ReplayMeter:
         self._forget_pass()
         return taken
 
+    def by_block(self) -> dict[str, int]:
+        """The bytes that one call of each block lets go, of the largest call that was counted."""
+        sizes: dict[str, int] = {}
+        for (name, *_), nbytes in self._known.items():
+            sizes[name] = max(nbytes, sizes.get(name, nbytes))
+        return sizes
+
     def _forget_pass(self) -> None:
         self._calls = self._sum = 0
         self._tallies.clear()
@@ -103,7 +110,7 @@ class Tally:
         inputs: the tensors the call was given.
     """
 
-    def __init__(self, done: "list[Tally]", key: Hashable, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, done: "list[Tally]", key: tuple[Any, ...], inputs: Sequence[Tensor]) -> None:
         self.key = key
         self.saved: dict[StorageWeakRef, int] = {}
         self._done = done

@@ -40,6 +40,15 @@ class MemoryFigures:
         if phase:
             self._phases[phase] = max(self._phases.get(phase, 0), peak)
 
+    @property
+    def limit(self) -> int | None:
+        """What the process can hold, in bytes; None when unknown."""
+        return self._limit if self._interval else None
+
+    def peak(self) -> int | None:
+        """The highest bytes since the last row; None when unknown."""
+        return max(self._peak, self._interval.peak()) if self._interval else None
+
     def since_last(self) -> dict[str, float]:
         if self._interval is None:
             return {}

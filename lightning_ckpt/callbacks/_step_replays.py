@@ -3,6 +3,7 @@
 from lightning.pytorch import LightningModule
 
 from lightning_ckpt.callbacks._clock import Clock, Spans
+from lightning_ckpt.policies import Policy
 from lightning_ckpt.recompute import checkpointed_forwards
 from lightning_ckpt.replay_meter import ReplayMeter
 
@@ -44,6 +45,16 @@ class StepReplays:
             return replays.saved, replays.spans
         kept_whole = bool(self._forwards) and all(forward.contexts is None for forward in self._forwards)
         return (0, ()) if kept_whole else (None, None)
+
+    @property
+    def policy(self) -> Policy | None:
+        """How blocks are checkpointed; None for not at all."""
+        return next((application.policy for application in self._applications), None)
+
+    def let_go(self) -> dict[str, int | None]:
+        """The bytes that each checkpointed block lets go, None before it was counted."""
+        counted = self._meter.by_block()
+        return {forward.name: counted.get(forward.name) for forward in self._forwards}
 
     def close(self) -> None:
         """Measure no longer."""

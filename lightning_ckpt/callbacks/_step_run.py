@@ -1,6 +1,7 @@
 """One run of the monitor: from the hooks of a `fit` to rows."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +14,17 @@ from torch.optim import Optimizer
 
 from lightning_ckpt.callbacks import _trainer
 from lightning_ckpt.callbacks._clock import HostClock, clock_for
+from lightning_ckpt.callbacks._memory_snapshot import MemorySnapshot
+from lightning_ckpt.callbacks._oom_report import Failure, out_of_memory_report, tell
 from lightning_ckpt.callbacks._step_memory import MemoryFigures, Phase
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._step_rows import Row, Rows, TimedStep
 from lightning_ckpt.callbacks._step_work import WorkCount
 from lightning_ckpt.memory import GIB
 from lightning_ckpt.throughput import WARMUP_STEPS, Step, Stopwatch
+
+# Rows that are told of when memory runs out.
+_REPORTED = 5
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Settings:
     flops: Literal["auto"] | float | None
     prefix: str
     headroom: float | None
+    memory_snapshot: str | None
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Run:
         self._step_watch, self._wait_watch = Stopwatch(clock.mark), Stopwatch(HostClock().mark)
         self._waited = 0.0
         self._batch: _Batch | None = None
+        self._given: Any = None  # the batch that is being worked on
+        self._latest: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_REPORTED)
         self._batches: list[_Batch] = []
         self._interval: list[_Ended] = []
         self._disturbed = False
@@ -95,6 +104,7 @@ class Run:
         self.work = WorkCount(settings.flops, trainer, pl_module, lambda: self.replays.plan)
         self.rows = Rows(trainer, clock, settings.prefix, settings.headroom)
         self._memory = MemoryFigures(device)
+        self._snapshot = MemorySnapshot(settings.memory_snapshot, trainer)
         self._restart_watches()
 
     def hold(self, reason: str) -> None:
@@ -122,11 +132,12 @@ class Run:
     def begin_batch(self, batch: Any) -> None:
         self._waited += sum(end - start for start, end in self._wait_watch.lap())
         self._wait_watch.hold("batch")
+        self._given = batch
         self._batch = _Batch(samples=self._samples(batch), tokens=self._tokens(batch))
         self._disturbed |= self.replays.plan is None or self.work.begin()
 
     def end_batch(self) -> None:
-        batch, self._batch = self._batch or _Batch(), None
+        batch, self._batch, self._given = self._batch or _Batch(), None, None
         self._batches.append(batch)
         self._memory.end_phase("optimizer")
         self.work.end(_Sizes((batch,)).units())
@@ -135,7 +146,17 @@ class Run:
         self.rows.write_known()
         self._wait_watch.release("batch")
 
+    def ran_out_of_memory(self, pl_module: LightningModule) -> None:
+        """Say what is known of it, for the rank it happened on: others may not have failed."""
+        replays, memory = self.replays, self._memory
+        self._snapshot.save()
+        failure = Failure(
+            tuple(self._latest), memory.peak(), memory.limit, self._given, replays.policy, replays.let_go()
+        )
+        tell(out_of_memory_report(failure, self._trainer, pl_module), self._trainer)
+
     def close(self) -> None:
+        self._snapshot.close()
         self.work.close()
         self.replays.close()
         self._optimizers.close()
@@ -174,6 +195,7 @@ class Run:
         saved = [step.saved for step in self._interval if step.saved is not None]
         if len(saved) == len(self._interval):
             figures["checkpointing/saved_gib"] = max(saved) / GIB
+        self._latest.append((axis, figures))
         self.rows.add(Row(axis, figures, tuple(step.timed for step in self._interval)))
         self._interval = []
 
