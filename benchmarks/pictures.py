@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from lightning_ckpt.cli.compare import show
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs/pictures"
 TARGET = "examples/train_gpt.py:training"
+TRIES = 4  # a machine that does something else meanwhile shows in the spread of step times
 NUMBERS, FINDINGS = PICTURES / "compare_gpt.json", PICTURES / "doctor_gpt.json"
 
 
@@ -63,13 +65,25 @@ def _text(show: Callable[[Console], None]) -> str:
 
 
 def measure() -> None:
-    """Run both commands on the example, and keep what they give."""
+    """Run both commands on the example, and keep what they give: of several comparisons the least disturbed one."""
     os.chdir(ROOT)
     PICTURES.mkdir(exist_ok=True)
-    for name, path in (("compare", NUMBERS), ("doctor", FINDINGS)):
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            command([name, TARGET, "--json"])
-        path.write_text(json.dumps(json.loads(said.getvalue())) + "\n", encoding="utf-8")
+    tries = [_said("compare") for _ in range(TRIES)]
+    least = min(tries, key=lambda said: _spread(Comparison.from_json(said)))
+    for path, said in ((NUMBERS, least), (FINDINGS, _said("doctor"))):
+        path.write_text(json.dumps(said) + "\n", encoding="utf-8")
+
+
+def _said(name: str) -> dict[str, Any]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = command([name, TARGET, "--json"])
+    if code == 2:
+        raise SystemExit(code)
+    return json.loads(said.getvalue())
+
+
+def _spread(compared: Comparison) -> float:
+    return max((one.spread[1] - one.spread[0]) / one.step_time for one in compared.measured)
 
 
 def main() -> None:
