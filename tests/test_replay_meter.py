@@ -84,7 +84,7 @@ def test_blocks_that_are_kept_save_nothing() -> None:
         model(batch).sum().backward()
         whole = meter.take().saved
         assert whole
-        handle.treat({str(block): Treatment("all") for block in range(0, 12, 2)})
+        handle.treat({str(block): Treatment("everything") for block in range(0, 12, 2)})
         model(batch).sum().backward()
         half = meter.take()
         assert half.saved == whole / 2

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ckpt.memory import GIB, AcceleratorReader, HostReader, Interval, reader_for
+from lightning_ckpt.memory import GIB, AcceleratorReader, AllocatorReader, HostReader, Interval, reader_for
 
 Phase = Literal["forward", "backward", "optimizer"]
 
@@ -14,7 +14,8 @@ class MemoryFigures:
     """Peaks and room since they were last asked for; the limit is read once, at the start.
 
     The peaks of a step's phases are told apart by reading and resetting at their ends. A process's resident size keeps
-    what a phase has freed, so it tells the peak of the whole alone.
+    what a phase has freed, and the profiler behind an `AllocatorReader` must not be read within an optimizer's step,
+    where Lightning runs forward and backward: they tell the peak of the whole alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +32,7 @@ class MemoryFigures:
 
     def end_phase(self, phase: Phase | None) -> None:
         """A phase of the step ends here; None for what is none: validation, the saving of a checkpoint."""
-        if self._interval is None or isinstance(self._interval.reader, HostReader):
+        if self._interval is None or isinstance(self._interval.reader, HostReader | AllocatorReader):
             return
         peak = self._interval.peak()
         self._peak = max(self._peak, peak)
@@ -52,21 +53,21 @@ class MemoryFigures:
     def since_last(self) -> dict[str, float]:
         if self._interval is None:
             return {}
-        self.end_phase(None)
         peak = max(self._peak, self._interval.peak())
-        figures = {**self._peaks(peak), **_room(peak, self._limit)}
+        reserved = max(self._reserved, self._interval.peak_reserved())
+        figures = {**self._peaks(peak, reserved), **_room(peak, self._limit)}
         self._interval.reset_peak()
         self._peak, self._reserved, self._phases = 0, 0, {}
         return {f"memory/{name}": figure for name, figure in figures.items()}
 
-    def _peaks(self, peak: int) -> dict[str, float]:
+    def _peaks(self, peak: int, reserved: int) -> dict[str, float]:
         assert self._interval is not None
         reader = self._interval.reader
         if isinstance(reader, HostReader):
             return {"peak_rss_gib": peak / GIB}
         figures = {"peak_allocated_gib": peak / GIB}
         if isinstance(reader, AcceleratorReader):
-            figures["peak_reserved_gib"] = self._reserved / GIB
+            figures["peak_reserved_gib"] = reserved / GIB
             figures["alloc_retries"] = reader.alloc_retries()
             figures["ooms"] = reader.ooms()
         return {**figures, **{f"peak_{phase}_gib": size / GIB for phase, size in self._phases.items()}}

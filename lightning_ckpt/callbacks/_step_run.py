@@ -19,6 +19,7 @@ from lightning_ckpt.callbacks._oom_report import Failure, out_of_memory_report, 
 from lightning_ckpt.callbacks._step_memory import MemoryFigures, Phase
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._step_rows import Row, Rows, TimedStep
+from lightning_ckpt.callbacks._step_tables import RunTables
 from lightning_ckpt.callbacks._step_work import WorkCount
 from lightning_ckpt.memory import GIB
 from lightning_ckpt.throughput import WARMUP_STEPS, Step, Stopwatch
@@ -35,6 +36,7 @@ class Settings:
     batch_size_fn: Callable[[Any], int] | None
     tokens_fn: Callable[[Any], int] | None
     flops: Literal["auto"] | float | None
+    peak_flops: float | None
     prefix: str
     headroom: float | None
     memory_snapshot: str | None
@@ -101,10 +103,12 @@ class Run:
             trainer, before=partial(self.hold, "saving"), after=partial(self.release, "saving")
         )
         self.replays = StepReplays(pl_module, clock)
-        self.work = WorkCount(settings.flops, trainer, pl_module, lambda: self.replays.plan)
+        self.work = WorkCount(settings.flops, trainer, pl_module, settings.peak_flops, lambda: self.replays.plan)
         self.rows = Rows(trainer, clock, settings.prefix, settings.headroom)
         self._memory = MemoryFigures(device)
         self._snapshot = MemorySnapshot(settings.memory_snapshot, trainer)
+        self._tables = RunTables(trainer, pl_module, self.replays)
+        self._tables.begin(self._memory.limit)
         self._restart_watches()
 
     def hold(self, reason: str) -> None:
@@ -143,6 +147,7 @@ class Run:
         self.work.end(_Sizes((batch,)).units())
         if self._optimizers.stepped():
             self._end_step()
+            self._tables.end_step()
         self.rows.write_known()
         self._wait_watch.release("batch")
 

@@ -19,7 +19,7 @@ class WorkCount:
     """Counts one batch, and scales it to every step; counts again when another plan of what is replayed stands.
 
     Args:
-        flops: as `StepMonitor` takes it.
+        flops, peak_flops: as `StepMonitor` takes them.
         plan: tells a number that changes with what is replayed; None while that is being looked for, and measured.
     """
 
@@ -28,9 +28,11 @@ class WorkCount:
         flops: Literal["auto"] | float | None,
         trainer: Trainer,
         pl_module: LightningModule,
+        peak_flops: float | None = None,
         plan: Callable[[], int | None] = lambda: 0,
     ) -> None:
-        self._peaks = _peaks(trainer.strategy.root_device) if flops is not None else {}
+        wanted = flops is not None and peak_flops is None
+        self._peaks: dict[str, float] | float = _peaks(trainer.strategy.root_device) if wanted else peak_flops or {}
         self._fixed = None
         if isinstance(flops, int | float):
             work = _work(Flops({_format(trainer): int(flops)}, {}), self._peaks)
@@ -95,8 +97,9 @@ class WorkCount:
         return counter
 
 
-def _work(flops: Flops, peaks: dict[str, float]) -> Work:
+def _work(flops: Flops, known: dict[str, float] | float) -> Work:
     every = {kind: flops.model.get(kind, 0) + flops.replay.get(kind, 0) for kind in {*flops.model, *flops.replay}}
+    peaks = known if isinstance(known, dict) else dict.fromkeys(every, known)
     model_seconds = ideal_seconds(flops.model, peaks) if peaks else None
     total_seconds = ideal_seconds(every, peaks) if peaks else None
     return Work(sum(flops.model.values()), model_seconds, total_seconds)

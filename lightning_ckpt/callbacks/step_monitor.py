@@ -45,6 +45,9 @@ class StepMonitor(Callback):
             are no tokens; a number is taken as the model FLOPs of one rank's optimizer step (then there is no
             `hfu`); `None` leaves `tflops_per_sec`, `mfu` and `hfu` out. They are left out too, and the log says why,
             where operations can't be counted: compiled code, kernels without a formula.
+        peak_flops: the FLOP/s that one device reaches at most, in the format the model computes in, for a device whose
+            peak is not known or not the one you measure against; without it that of `hardware.py`, by device and
+            format, and no `mfu` and `hfu` where there is none.
         prefix: written before every key.
         headroom: warn, once, and raise an alert in W&B, when a step's peak leaves less than this share of the memory
             free; `None` for no warning.
@@ -70,6 +73,7 @@ class StepMonitor(Callback):
         batch_size_fn: Callable[[Any], int] | None = None,
         tokens_fn: Callable[[Any], int] | None = None,
         flops: Literal["auto"] | float | None = "auto",
+        peak_flops: float | None = None,
         prefix: str = "",
         headroom: float | None = 0.05,
         memory_snapshot: str | None = None,
@@ -78,6 +82,7 @@ class StepMonitor(Callback):
         _check_function("batch_size_fn", batch_size_fn)
         _check_function("tokens_fn", tokens_fn)
         _check_flops(flops)
+        _check_peak(peak_flops)
         if not isinstance(prefix, str):
             raise TypeError(f'prefix={prefix!r}: accepted is text to write before every key, such as "baseline/"')
         _check_headroom(headroom)
@@ -87,6 +92,7 @@ class StepMonitor(Callback):
         self.batch_size_fn = batch_size_fn
         self.tokens_fn = tokens_fn
         self.flops = flops
+        self.peak_flops = peak_flops
         self.prefix = prefix
         self.headroom = headroom
         self.memory_snapshot = memory_snapshot
@@ -157,6 +163,7 @@ class StepMonitor(Callback):
             self.batch_size_fn,
             self.tokens_fn,
             self.flops,
+            self.peak_flops,
             self.prefix,
             self.headroom,
             self.memory_snapshot,
@@ -188,11 +195,22 @@ def _check_headroom(headroom: Any) -> None:
         )
 
 
+def _check_peak(peak_flops: Any) -> None:
+    if peak_flops is not None and not _is_amount(peak_flops):
+        raise ValueError(
+            f"peak_flops={peak_flops!r}: accepted are the FLOP/s of one device as a number above 0, such as 989e12, "
+            "and None"
+        )
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def _check_flops(flops: Any) -> None:
     if flops is None or flops == "auto":
         return
-    number = isinstance(flops, int | float) and not isinstance(flops, bool)
-    if not number or not 0 < flops < math.inf:
+    if not _is_amount(flops):
         raise ValueError(
             f'flops={flops!r}: accepted are "auto" (count the first batch), the model FLOPs of an optimizer step as a '
             "number above 0, and None (leave tflops_per_sec, mfu and hfu out)"

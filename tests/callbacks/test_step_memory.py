@@ -91,25 +91,13 @@ def test_by_hand() -> None:
     assert phases(fit(module=module, meter=meter)) == [module.sizes] * 4
 
 
-def test_a_real_step() -> None:
-    """By exact bytes: what forward makes and drops is its peak, what backward makes is backward's."""
-
-    class Wide(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            torch.empty(2**20)
-            loss = super().training_step(batch, batch_idx)
-            loss.register_hook(lambda gradient: gradient + torch.empty(2**22).numel() * 0)
-            return loss
-
+def test_a_profiler_has_no_phases() -> None:
+    """What records every allocation is not read within an optimizer's step, which it would not survive."""
     logger = Rowed()
     loader = DataLoader(Samples(8), batch_size=2, collate_fn=torch.stack)
     with AllocatorReader() as reader, use_reader(reader):
-        trainer([StepMonitor(flops=None)], logger).fit(Wide(), loader)
-    last = phases(logger)[-1]
-    assert last["forward"] * GIB == pytest.approx(4 * 2**20, rel=0.01)
-    assert last["backward"] * GIB == pytest.approx(16 * 2**20, rel=0.01)
-    assert last["optimizer"] * GIB < 2**16
-    assert logger.column("memory/peak_allocated_gib")[-1] == max(last.values())
+        trainer([StepMonitor(flops=None)], logger).fit(Module(), loader)
+    assert not any("backward" in key for _, row in logger.rows() for key in row)
 
 
 def test_a_resident_size_has_no_phases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ckpt import StepMonitor
+from lightning_ckpt import ActivationCheckpointing, StepMonitor
 from lightning_ckpt.callbacks._step_rows import KEYS
 from lightning_ckpt.memory import GIB, AllocatorReader, use_reader
 from recording import SAVING, STEP, VALIDATION, Clock, Meter, Module, Rowed, Samples, fit, trainer
@@ -499,21 +499,37 @@ def test_other_stages_log_nothing(stage: str) -> None:
     assert logger.calls == []
 
 
-def test_nothing_is_read_from_the_device_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many `Tensor.item` calls with the monitor as without it, and no call to synchronize."""
+class Blocks(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
 
-    def items(callbacks: list[Callback]) -> int:
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_nothing_is_read_from_the_device_in_the_loop(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
+    """As many calls that read a tensor with the monitor as without it, and no call to synchronize."""
+
+    def reads(callbacks: list[Callback]) -> int:
         calls: list[None] = []
-        original = Tensor.item
         with monkeypatch.context() as patch:
-            patch.setattr(Tensor, "item", lambda self: calls.append(None) or original(self))
+            for name in ("item", "cpu", "tolist", "numpy", "__bool__"):
+                original = getattr(Tensor, name)
+                counted = lambda self, *args, _original=original: calls.append(None) or _original(self, *args)  # noqa: E731
+                patch.setattr(Tensor, name, counted)
             for module in (torch.cuda, torch.accelerator, torch.cpu):
                 patch.setattr(module, "synchronize", lambda *args: pytest.fail("synchronized"))
             loader = DataLoader(Samples(8), batch_size=2, collate_fn=torch.stack)
-            trainer(callbacks, Rowed()).fit(Module(), loader)
+            also = [ActivationCheckpointing(blocks="blocks.*", monitor=False)] if checkpointed else []
+            with use_reader(Meter()):
+                trainer([*also, *callbacks], Rowed()).fit(Blocks(), loader)
         return len(calls)
 
-    assert items([StepMonitor()]) == items([])
+    assert reads([StepMonitor()]) == reads([])
 
 
 # --- arguments ---
@@ -532,6 +548,9 @@ def test_nothing_is_read_from_the_device_in_the_loop(monkeypatch: pytest.MonkeyP
         ({"flops": -1e9}, r"flops=-1000000000\.0: accepted"),
         ({"flops": math.inf}, r"flops=inf: accepted"),
         ({"flops": True}, r"flops=True: accepted"),
+        ({"peak_flops": 0}, r"peak_flops=0: accepted are the FLOP/s of one device as .*, and None"),
+        ({"peak_flops": "H200"}, r"peak_flops='H200': accepted"),
+        ({"memory_snapshot": True}, r"memory_snapshot=True: accepted are a file, such as \"oom.pickle\", and None"),
         ({"headroom": 5}, r"headroom=5: accepted are a share of the memory from 0 to below 1.*, and None"),
         ({"headroom": True}, r"headroom=True: accepted"),
         ({"headroom": "5%"}, r"headroom='5%': accepted"),
@@ -578,7 +597,8 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     running.fit(Heavy(), loader)
     rows = logger.rows()
     assert [step for step, _ in rows] == list(range(20))
-    expected = {key for key in KEYS if not key.endswith(("rss_gib", "tokens_per_sec", "mfu", "hfu"))}
+    absent = ("rss_gib", "tokens_per_sec", "mfu", "hfu", "saved_gib", "recompute_ms", "overhead_fraction")
+    expected = {key for key in KEYS if not key.endswith(absent)}
     work = 20 * 3 * 2 * 4096**3 / 2  # ten layers: forward, input and weight gradients
     for _, row in rows[3:]:
         assert expected <= row.keys()

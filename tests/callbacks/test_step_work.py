@@ -63,6 +63,13 @@ def test_a_number_of_flops_is_taken_as_it_is(clock: Clock, monkeypatch: pytest.M
     assert "throughput/hfu" not in row
 
 
+@pytest.mark.parametrize("flops", ["auto", 4e12])
+def test_a_given_peak_is_any_formats(clock: Clock, flops: Any) -> None:
+    """On a device whose peak nobody knows, such as this one, the given one makes MFU of the rate that is logged."""
+    row = fit(StepMonitor(flops=flops, peak_flops=8e12), clock=clock).rows("throughput")[-1][1]
+    assert row["throughput/mfu"] == pytest.approx(row["throughput/tflops_per_sec"] / 8)
+
+
 def test_without_flops(clock: Clock) -> None:
     """`flops=None` counts nothing and leaves three keys out."""
     row = fit(StepMonitor(flops=None), clock=clock).rows("throughput")[0][1]
