@@ -104,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     numbers = {"depth": 12, "width": 64, "heads": 4, "context": 128, "steps": 30, "batch-size": 8, "max-batch-size": 32}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--policy", choices=["none", "full", "selective"], default="full", help="default full")
+    parser.add_argument("--policy", choices=["none", "full", "selective", "auto"], default="full", help="default full")
     parser.add_argument("--logger", choices=["wandb", "csv", "none"], default="wandb", help="default wandb, offline")
     parser.add_argument("--no-tune", action="store_true", help="train with --batch-size instead of searching for one")
     return parser.parse_args()

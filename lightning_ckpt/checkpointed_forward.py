@@ -4,7 +4,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from itertools import chain, count, islice
@@ -325,17 +325,34 @@ class Call:
     def again(self, tensors: Sequence[Tensor], around: Iterable[AbstractContextManager[Any]] = ()) -> Sequence[Tensor]:
         """What a replay runs, and nothing that checks or tells: for whoever measures it."""
         args, kwargs = self._arguments.rebuild(tensors)
+        with self._as_then(), ExitStack() as stack:
+            for context in around:
+                stack.enter_context(context)
+            output = self._forward.plain(self.block, *args, **kwargs)
+        return Arguments((output,), {}).take_tensors()
+
+    def rehearse(self, tensors: Sequence[Tensor], contexts: ReplayContexts) -> None:
+        """A checkpointed forward and its replay as a step runs them, and no trace of it: for whoever measures it."""
+        how = Application(self._forward.how.policy, 1, self._forward.how.preserve_rng_state, "default")
+        forward = CheckpointedForward(self.block, self.name, how, self.early_stop, self._forward.replaced)
+        args, kwargs = self._arguments.rebuild(tensors)
+        segment = Segment()
+        with self._as_then():
+            call = Call(forward, contexts, self.block, self._arguments, tensors)
+            output = segment.run(call, tensors, lambda: call.forward(tensors, args, kwargs))
+            segment.bring_back()
+        del output  # its graph held what was brought back
+
+    @contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """Run with the random numbers, parameters and buffers of the forward."""
         with (
             recomputing(),
             self._environment.restored(),
             self._parameters.as_then(self.name),
             self._forward.buffers.as_before(self._buffers),
-            ExitStack() as stack,
         ):
-            for context in around:
-                stack.enter_context(context)
-            output = self._forward.plain(self.block, *args, **kwargs)
-        return Arguments((output,), {}).take_tensors()
+            yield
 
     def saves(self, tensor: Tensor) -> None:
         """Take note of a tensor that autograd saves, in the forward or in a replay."""

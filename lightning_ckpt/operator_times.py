@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +14,10 @@ from lightning_ckpt.checkpointed_forward import Call
 from lightning_ckpt.kept_results import tensors_in, written
 from lightning_ckpt.measured_replay import median_seconds, replay_alone, seconds_of, strided
 from lightning_ckpt.planning import frontier
-from lightning_ckpt.policies import ReplayContexts, keeping_calls
+from lightning_ckpt.policies import keeping_calls
 from lightning_ckpt.profiles import OperatorCall, SelectionProfile
 
 _REPLAYS = 3
-# More saved tensors than any block has.
-_TO_THE_END = -1
 # Operators whose results are never kept apart: casts, of which autocast may have one in its cache at one time and none
 # at another.
 _NOT_KEPT = ("aten._to_copy",)
@@ -49,23 +48,27 @@ def operator_calls(call: Call, tensors: Sequence[Tensor], wanted: int, seconds: 
 
 
 def selections(
-    call: Call, tensors: Sequence[Tensor], wanted: int, operators: Sequence[OperatorCall]
+    call: Call, tensors: Sequence[Tensor], plain: float, seconds: float, operators: Sequence[OperatorCall]
 ) -> Iterator[SelectionProfile]:
-    """Sets of operator calls worth keeping, each timed as it would run: watched in the forward and in the replay."""
-    plain = median_seconds(lambda: replay_alone(call, tensors, _TO_THE_END), tensors)
+    """Sets of operator calls worth keeping, each timed as it would run.
+
+    A difference of two times may be less than what is left to replay, by chance: the larger of the two counts.
+
+    Args:
+        call: the call that is replayed.
+        tensors: its inputs.
+        plain: the time of a forward without checkpointing.
+        seconds: the time that replaying all of it adds.
+        operators: its operator calls, timed.
+    """
     for indices in frontier([(operator.nbytes, operator.seconds) for operator in operators]):
         kept = [operators[index] for index in sorted(indices)]
         names = tuple(operator.name for operator in kept)
-        contexts = keeping_calls(names)
-
-        def step(contexts: ReplayContexts = contexts) -> None:
-            forward, replay = contexts.make()
-            replay_alone(call, tensors, _TO_THE_END, forward)
-            replay_alone(call, tensors, wanted, replay())
-
-        seconds = max(0.0, median_seconds(step, tensors) - plain)
+        rehearsed = median_seconds(partial(call.rehearse, tensors, keeping_calls(names)), tensors)
+        left = seconds - sum(operator.seconds for operator in kept)
         nbytes = sum(operator.nbytes for operator in kept)
-        yield SelectionProfile(names, nbytes, sum(one.nbytes for one in kept if not one.saved), seconds)
+        beside = sum(operator.nbytes for operator in kept if not operator.saved)
+        yield SelectionProfile(names, nbytes, beside, max(left, rehearsed - plain, 0.0))
 
 
 @dataclass

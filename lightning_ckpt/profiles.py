@@ -73,7 +73,8 @@ class BlockProfile:
             the block's own inputs, and outputs that are inputs of other blocks left out.
         boundary_bytes: bytes of the inputs that checkpointing keeps; memory that several blocks take counts for the
             first.
-        replay_seconds: time of what a backward pass really replays, up to the last tensor that it needs.
+        replay_seconds: time that checkpointing one call of it adds to a step, as rehearsed: what a backward pass
+            really replays, up to the last tensor that it needs, and the bookkeeping around it.
         operators: every operator call of the replay that makes memory of its own, in order.
         selections: the sets of operator calls that are worth keeping, from few to many.
         parts: the submodules that could be replayed alone.

@@ -7,6 +7,7 @@ memory it needs beyond the checkpointed forward pass is one block's own.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from lightning_ckpt._compat import StorageWeakRef, storage_id, without_modes
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.checkpointed_forward import Application, Call
-from lightning_ckpt.measured_replay import count_saved, median_seconds, replay_alone, strided
+from lightning_ckpt.measured_replay import count_saved, median_seconds, strided
 from lightning_ckpt.operator_times import operator_calls, selections
-from lightning_ckpt.policies import Full
+from lightning_ckpt.policies import Full, ReplayContexts
 from lightning_ckpt.profiles import BlockProfile, PartProfile, Profile
 from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards, install
 from lightning_ckpt.snapshot import Snapshot
@@ -176,14 +177,21 @@ class Profiler:
 
     def _measure(self, call: Call, tensors: Sequence[Tensor]) -> "_Measured":
         saved = count_saved(call, tensors, there=self._own)
-        seconds = median_seconds(lambda: replay_alone(call, tensors, saved.count), tensors)
+        plain, seconds = self._seconds(call, tensors) if saved.count else (0.0, 0.0)
         profile = BlockProfile("", "", 1, saved.nbytes, 0, seconds)
         if self._operators:
             operators = operator_calls(call, tensors, saved.count, seconds)
-            selected = tuple(selections(call, tensors, saved.count, operators))
+            selected = tuple(selections(call, tensors, plain, seconds, operators))
             parts = tuple(self._parts(call, tensors))
             profile = replace(profile, operators=operators, selections=selected, parts=parts)
         return _Measured(profile, saved.outputs)
+
+    def _seconds(self, call: Call, tensors: Sequence[Tensor]) -> tuple[float, float]:
+        """The time of a plain forward, and what checkpointing it adds."""
+        with torch.enable_grad():
+            plain = median_seconds(partial(call.again, tensors), tensors)
+            rehearsed = median_seconds(partial(call.rehearse, tensors, ReplayContexts()), tensors)
+        return plain, max(0.0, rehearsed - plain)
 
     def _parts(self, call: Call, tensors: Sequence[Tensor]) -> Iterator[PartProfile]:
         """Each submodule in turn is checkpointed while the rest of the block is kept."""
@@ -191,15 +199,33 @@ class Profiler:
             if "forward" in vars(child) or next(child.parameters(), None) is None:
                 continue
             application = Application(Full(), 1, preserve_rng_state=True, determinism_check="none")
-            inner = Profiler(call.block, 1, operators=False)
-            application.observers = (inner,)
+            listener = _Listener()
+            application.observers = (listener,)
             forward = install(child, name, application)
             try:
                 kept = count_saved(call, tensors, there=self._own)
             finally:
                 forward.remove()
-            for seen in inner._seen.values():
-                yield PartProfile(name, kept.nbytes, seen.measured.profile.replay_seconds * seen.calls)
+                application.observers = ()  # a listener whose calls hold it would outlive the block's activations
+            if listener.calls:
+                # Not while the block runs: its own hooks would see what a measurement saves.
+                seconds = self._seconds(*listener.calls[0])[1]
+                yield PartProfile(name, kept.nbytes, seconds * len(listener.calls))
+
+
+class _Listener:
+    """Notes the calls of a block's part."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Call, Sequence[Tensor]]] = []
+
+    def forward_begins(self, name: str) -> None:
+        """Only what has run is noted."""
+
+    def forward_ends(self, name: str, call: Call | None, tensors: Sequence[Tensor], output: Any) -> None:
+        """Note a call."""
+        if call is not None:
+            self.calls.append((call, tensors))
 
 
 @dataclass

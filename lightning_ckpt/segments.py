@@ -133,6 +133,12 @@ class Segment:
             self._results = _watched(Arguments((output,), {}).take_tensors())
         return output
 
+    def bring_back(self) -> None:
+        """Replay, and hand out every tensor that was let go, as a backward pass would."""
+        for place in self._held:
+            if held := place():
+                self._bring_back(held)
+
     def _place(self, tensor: Tensor) -> int | None:
         return _find(tensor, self._results)
 

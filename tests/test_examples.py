@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+import memory_budget
 import train_gpt
 import train_vit
 from lightning_ckpt import checkpoint_blocks
@@ -54,7 +55,7 @@ def test_the_labels_are_the_next_characters() -> None:
     assert "import" in bytes(train_gpt.Sources(context=4096)[0]["input_ids"].tolist()).decode("ascii")
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "selective", "auto"])
 def test_the_gpt_learns_the_same_with_every_policy(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +109,17 @@ def test_the_default_gpt_needs_a_third_of_the_memory() -> None:
 
     plain, full = peak(False), peak(True)
     assert full <= plain / 3, f"{full:,} of {plain:,} bytes"
+
+
+@pytest.mark.slow
+def test_the_unet_keeps_to_every_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three budgets between full checkpointing and none are kept, and less is replayed the larger they are."""
+    out = printed_by(memory_budget, [], monkeypatch, capsys)
+    rows = re.findall(r"MemoryBudget\(([\d.]+) MiB\) +│ ([\d.]+) MiB +│ ([\d.]+)% +│ (\d+)% of full", out)
+    assert len(rows) == 3
+    assert all(float(peak) <= float(budget) for budget, peak, _, _ in rows)
+    assert int(rows[0][3]) <= int(rows[-1][3]) < 100
+    assert "Every budget was kept, and used." in out
 
 
 def test_the_vit_reads_digits_the_same_with_checkpointing(
