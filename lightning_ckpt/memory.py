@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import re
 import sys
 import weakref
@@ -106,6 +107,8 @@ class HostReader:
 
     def __init__(self, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroup = proc, cgroup
+        self._status = _KernelFile(proc / "self/status", os.O_RDONLY)
+        self._clear_refs = _KernelFile(proc / "self/clear_refs", os.O_WRONLY | os.O_CREAT)
         self._can_reset = True
 
     def reset_peak(self) -> None:
@@ -114,7 +117,7 @@ class HostReader:
             return
         try:
             # 5 resets the peak resident size and nothing else: proc(5), /proc/pid/clear_refs.
-            (self._proc / "self/clear_refs").write_text("5")
+            self._clear_refs.write(b"5")
         except OSError as error:
             self._can_reset = False
             log.warning(
@@ -129,11 +132,11 @@ class HostReader:
         Raises:
             OSError: where the system tells neither in /proc nor through `getrusage`.
         """
-        return _kib(self._proc / "self/status", "VmHWM") or _peak_since_start()
+        return self._status.kib(b"VmHWM") or _peak_since_start()
 
     def current(self) -> int:
         """Return the resident bytes now; where the kernel doesn't tell, the highest since the start."""
-        return _kib(self._proc / "self/status", "VmRSS") or _peak_since_start()
+        return self._status.kib(b"VmRSS") or _peak_since_start()
 
     def limit(self) -> int | None:
         """Return what this process can hold now: its own resident bytes and those still to be had.
@@ -146,6 +149,40 @@ class HostReader:
         if available is not None:
             rooms.append(available)
         return self.current() + max(min(rooms), 0) if rooms else None
+
+
+class _KernelFile:
+    """A file about this process, kept open: to open it takes many times as long as to read it.
+
+    Args:
+        path: which file.
+        flags: how it is opened.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._path, self._flags = path, flags
+        self._file: int | None = None
+        self._process = 0
+
+    def write(self, content: bytes) -> None:
+        os.pwrite(self._opened(), content, 0)
+
+    def kib(self, name: bytes) -> int | None:
+        """Return the number behind `name:`, in kB, as bytes; None where there is no such file or number."""
+        try:
+            _, found, after = os.pread(self._opened(), 4096, 0).partition(name + b":")
+        except OSError:
+            return None
+        return int(after.split(None, 1)[0]) * 1024 if found else None
+
+    def _opened(self) -> int:
+        if self._file is None or self._process != os.getpid():  # a forked process has files of its own
+            self._file, self._process = os.open(self._path, self._flags), os.getpid()
+        return self._file
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
 
 
 class AllocatorReader:

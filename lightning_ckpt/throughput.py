@@ -3,7 +3,7 @@
 No torch and no clock of its own: times come in, so that every figure can be tested exactly.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Generic, TypeVar
@@ -81,9 +81,12 @@ def throughput(steps: Sequence[Step]) -> dict[str, float]:
     >>> throughput([Step(seconds=0.5, wait_seconds=0.1, samples=8)])
     {'step_time_ms': 500.0, 'data_wait_ms': 100.0, 'samples_per_sec': 16.0}
     """
-    steady = [step for step in steps if not step.warmup] or list(steps)
-    figures = {name: [figure(step) for step in steady] for name, figure in _FIGURES.items()}
-    return {name: typical for name, values in figures.items() if (typical := _median(values)) is not None}
+    if len(steps) == 1:  # a row a step, where nothing may cost much
+        single = ((name, figure(steps[0])) for name, figure in _FIGURES.items())
+        return {name: value for name, value in single if value is not None}
+    steady = [step for step in steps if not step.warmup] or steps
+    figures = ((name, _median([figure(step) for step in steady])) for name, figure in _FIGURES.items())
+    return {name: typical for name, typical in figures if typical is not None}
 
 
 def _rate(amount: float | None, step: Step) -> float | None:
@@ -103,9 +106,9 @@ _FIGURES: dict[str, Callable[[Step], float | None]] = {
 }
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _median(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return median(known) if known and len(known) == len(list(values)) else None
+    return median(known) if known and len(known) == len(values) else None
 
 
 class Stopwatch(Generic[Mark]):

@@ -50,6 +50,10 @@ class MemoryFigures:
         """The highest bytes since the last row; None when unknown."""
         return max(self._peak, self._interval.peak()) if self._interval else None
 
+    def close(self) -> None:
+        """Read no longer."""
+        self._interval = None
+
     def since_last(self) -> dict[str, float]:
         if self._interval is None:
             return {}

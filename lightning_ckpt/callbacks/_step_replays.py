@@ -26,6 +26,8 @@ class StepReplays:
     @property
     def plan(self) -> int | None:
         """A number that changes with what is replayed; None while a plan is being looked for."""
+        if not self._forwards:
+            return 0
         if any(application.observers for application in self._applications):
             return None
         return sum(application.treated for application in self._applications)
@@ -40,10 +42,12 @@ class StepReplays:
         No call is seen where all blocks are kept whole, which saves and costs nothing; where their calls are compiled,
         nobody knows.
         """
+        if not self._forwards:
+            return None, None
         replays = self._meter.take()
         if replays.saved is not None:
             return replays.saved, replays.spans
-        kept_whole = bool(self._forwards) and all(forward.contexts is None for forward in self._forwards)
+        kept_whole = all(forward.contexts is None for forward in self._forwards)
         return (0, ()) if kept_whole else (None, None)
 
     @property

@@ -2,9 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import index
 from typing import Any, Literal
 
@@ -56,19 +56,22 @@ class _Sizes:
 
     batches: tuple[_Batch, ...]
 
+    @cached_property
     def samples(self) -> int | None:
-        return _sum(batch.samples for batch in self.batches)
+        return _sum([batch.samples for batch in self.batches])
 
+    @cached_property
     def tokens(self) -> int | None:
-        return _sum(batch.tokens for batch in self.batches)
+        return _sum([batch.tokens for batch in self.batches])
 
+    @cached_property
     def largest(self) -> int | None:
         known = [batch.samples for batch in self.batches if batch.samples is not None]
         return max(known, default=None)
 
     def units(self) -> int:
         """What FLOPs are scaled by: tokens, else samples, else batches."""
-        return self.tokens() or self.samples() or len(self.batches) or 1
+        return self.tokens or self.samples or len(self.batches) or 1
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,7 @@ class Run:
         self._snapshot.close()
         self.work.close()
         self.replays.close()
+        self._memory.close()
         self._optimizers.close()
         self._undo_saving()
 
@@ -178,8 +182,8 @@ class Run:
         step = Step(
             seconds=math.nan,
             wait_seconds=self._waited,
-            samples=sizes.samples(),
-            tokens=sizes.tokens(),
+            samples=sizes.samples,
+            tokens=sizes.tokens,
             work=self.work.of(sizes.units()),
             warmup=self._disturbed or self._steps < WARMUP_STEPS,
         )
@@ -193,8 +197,8 @@ class Run:
 
     def _end_interval(self, axis: int) -> None:
         largest = {
-            "batch_size/per_device": max(step.sizes.largest() or 0 for step in self._interval),
-            "batch_size/global": max(step.sizes.samples() or 0 for step in self._interval),
+            "batch_size/per_device": max(step.sizes.largest or 0 for step in self._interval),
+            "batch_size/global": max(step.sizes.samples or 0 for step in self._interval),
         }
         figures = {**self._memory.since_last(), **{key: float(size) for key, size in largest.items() if size}}
         saved = [step.saved for step in self._interval if step.saved is not None]
@@ -255,9 +259,8 @@ def _tokens_in(batch: Any) -> int | None:
     return ids.numel() if isinstance(ids, Tensor) else None
 
 
-def _sum(numbers: Iterable[int | None]) -> int | None:
-    known = list(numbers)
-    return None if None in known else sum(number for number in known if number is not None)
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    return None if None in numbers else sum(number for number in numbers if number is not None)
 
 
 def _whole(name: str, value: Any) -> int:

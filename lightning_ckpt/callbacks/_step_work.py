@@ -42,6 +42,7 @@ class WorkCount:
         self._of_a_unit: Work | None = None
         self._plan = plan
         self._counted: int | None = None  # under this plan
+        self._latest: tuple[int, int | None, Work] | None = None  # of so many units, under this plan
 
     def begin(self) -> bool:
         """Start counting if this is the first batch of a plan, and tell whether it is."""
@@ -71,7 +72,7 @@ class WorkCount:
         if flops is None:
             self._give_up(str(counter.problem))
         else:
-            self._of_a_unit = _work(flops, self._peaks).times(1 / units)
+            self._of_a_unit, self._latest = _work(flops, self._peaks).times(1 / units), None
 
     def of(self, units: int) -> Work | None:
         """Return the work of a step of so many units, None when it is not known."""
@@ -79,8 +80,11 @@ class WorkCount:
             return self._fixed
         if self._of_a_unit is None:
             return None
-        work = self._of_a_unit.times(units)
-        return work if self._plan() == self._counted else replace(work, total_seconds=None)
+        plan = self._plan()
+        if self._latest is None or self._latest[:2] != (units, plan):
+            work = self._of_a_unit.times(units)
+            self._latest = units, plan, work if plan == self._counted else replace(work, total_seconds=None)
+        return self._latest[2]
 
     def close(self) -> None:
         """Stop counting, also in the middle of a batch."""
