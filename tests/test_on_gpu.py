@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from equality import twins
-from lightning_ckpt import Full, checkpoint_blocks, verify_gradients
+from lightning_ckpt import Full, MemoryBudget, checkpoint_blocks, verify_gradients
+from lightning_ckpt.budget_loop import BudgetLoop
 from zoo import GPT, ZOO
 
 pytestmark = [
@@ -93,3 +94,40 @@ def test_a_checkpointed_step_never_waits_for_the_device() -> None:
         ZOO["gpt"].loss(model, ids).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
+def test_a_memory_budget_is_kept_on_the_device(fraction: float) -> None:
+    """The allocator's peak of every step under a plan is at or under the budget, and most of the budget is used."""
+    torch.manual_seed(0)
+    model, ids = GPT(depth=12, width=256).cuda(), torch.randint(0, 50, (16, 64), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(loop: BudgetLoop | None = None) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        if loop:
+            loop.begin_batch()
+        ZOO["gpt"].loss(model, ids).backward()
+        if loop:
+            loop.end_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peak = torch.cuda.max_memory_allocated()  # of a settled loop: before that, it resets the counter itself
+        if loop:
+            loop.end_step()
+        return peak
+
+    plain = max(step() for _ in range(3))
+    with checkpoint_blocks(model):
+        full = max(step() for _ in range(3))
+    budget = int(full + fraction * (plain - full))
+    with (
+        checkpoint_blocks(model, "auto") as handle,
+        BudgetLoop(handle, model, MemoryBudget(budget), optimizers=[optimizer], device="cuda") as loop,
+    ):
+        for _ in range(8):
+            step(loop)
+        assert loop.plan is not None
+        peak = step(loop)
+    assert 0.9 * budget <= peak <= budget
+    assert loop.plan.peak <= budget
