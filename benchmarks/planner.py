@@ -71,7 +71,7 @@ def trained(model: nn.Module, workload: Workload, batch: Any) -> Callable[[], No
     return step
 
 
-def peak_of(step: Callable[[], None], reader: AllocatorReader, warm: int = 4) -> int:
+def peak_of(step: Callable[[], None], reader: AllocatorReader, warm: int = 2) -> int:
     """The peak of a step, after some that learn buffers and make optimizer state."""
     for _ in range(warm):
         step()
@@ -130,8 +130,8 @@ class Result:
     """One model at one budget.
 
     Attributes:
-        extra: for each arm, its extra seconds in each round.
-        fits: for each arm, whether its peak is at or under the budget.
+        extra: for each arm but the plain one, its extra seconds in each round.
+        peaks: for each arm, the bytes of a step's peak.
     """
 
     model: str
@@ -163,9 +163,6 @@ def measure(name: str, fraction: float, rounds: int) -> Result:
         batch = workload.batch()
         model = workload.make()
         base = reader.current()
-        arms = {"plain": Arm("plain", trained(model, workload, batch))}
-        arms["plain"].peak = peak_of(arms["plain"].step, reader)
-        others = reader.current() - base  # optimizer state of that copy
 
         def arm(label: str, apply: Callable[[nn.Module], Any]) -> Arm:
             before = reader.current()
@@ -175,7 +172,7 @@ def measure(name: str, fraction: float, rounds: int) -> Result:
             made.peak = peak_of(made.step, reader) - before + base
             return made
 
-        del others
+        arms = {"plain": arm("plain", lambda twin: None)}
         arms["full"] = arm("full", lambda twin: checkpoint_blocks(twin, Full(), blocks=workload.blocks))
         budget = int(arms["full"].peak + fraction * (arms["plain"].peak - arms["full"].peak))
         for k in range(len(find_blocks(model, workload.blocks)), 1, -1):
@@ -195,6 +192,8 @@ def measure(name: str, fraction: float, rounds: int) -> Result:
         )
     names = [label for label, one in arms.items() if one.peak <= budget or label in ("plain", "auto")]
     order = random.Random(0)
+    for label in names * 2:
+        arms[label].step()
     for _ in range(rounds):
         order.shuffle(names)
         for label in names:
@@ -207,13 +206,6 @@ def measure(name: str, fraction: float, rounds: int) -> Result:
     }
     peaks = {arms[label].name: arms[label].peak for label in arms}
     return Result(name, workload.uneven, fraction, budget, settled, {arms[k].name: v for k, v in extra.items()}, peaks)
-
-
-def interval(values: list[float], *, draws: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the median by resampling (percentile bootstrap)."""
-    resampled = random.Random(0)
-    medians = sorted(statistics.median(resampled.choices(values, k=len(values))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def row(result: Result) -> str:

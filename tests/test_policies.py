@@ -2,14 +2,16 @@
 
 import logging
 import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ckpt import Full, SelectiveOps, checkpoint_blocks
-from lightning_ckpt.policies import resolve_policy
+from lightning_ckpt import Full, MemoryBudget, SelectiveOps, checkpoint_blocks
+from lightning_ckpt.policies import keeping_calls, resolve_policy
 from zoo import mlp
 
 
@@ -228,3 +230,52 @@ def test_a_weight_that_autocast_cast_before_is_no_mismatch(policy: Any) -> None:
     data = [torch.randn(4, 8) for _ in range(3)]
     step = lambda model, x: model(x).square().mean()  # noqa: E731
     assert_equal(trace(ours, data, step), trace(plain, data, step))
+
+
+# --- MemoryBudget ---
+
+
+@pytest.mark.parametrize(
+    ("budget", "limit", "nbytes"),
+    [(0.9, 1000, 900), (1.0, 1000, 1000), ("40GiB", None, 40 * 2**30), (2**30, 10, 2**30)],
+)
+def test_a_budget_is_a_share_or_a_size(budget: Any, limit: int | None, nbytes: int) -> None:
+    """A fraction of what the process can hold, a size in words, or bytes."""
+    assert MemoryBudget(budget).nbytes(limit) == nbytes
+
+
+@pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, float("nan"), "40GB", "", 0, -1, True, None, [1]])
+def test_what_is_no_budget_is_refused(budget: Any) -> None:
+    """The message names the argument, the value and what is accepted."""
+    with pytest.raises(ValueError, match=re.escape(f"MemoryBudget(budget={budget!r}): accepted are a fraction")):
+        MemoryBudget(budget)
+
+
+def test_a_share_of_nothing_known_is_refused() -> None:
+    """Where a device does not tell its memory a size is asked for."""
+    with pytest.raises(ValueError, match=r"give a size, MemoryBudget\('40GiB'\)"):
+        MemoryBudget(0.5).nbytes(None)
+
+
+def test_auto_is_nine_tenths() -> None:
+    """The shorthand, and how it prints."""
+    assert resolve_policy("auto") == MemoryBudget(0.9)
+    assert str(MemoryBudget()) == "MemoryBudget()"
+    assert str(MemoryBudget("40GiB")) == "MemoryBudget(budget='40GiB')"
+
+
+def test_single_calls_are_kept_by_their_place() -> None:
+    """Of two products the second is kept and the first replayed: it runs twice, the second once."""
+    x, weight = torch.randn(4, 4), torch.randn(4, 4)
+    ran: list[str] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    forward, replay = keeping_calls(["aten.mm.default#1"]).make()
+    for context in (forward, replay()):
+        with Count(), context:
+            (x @ weight).exp() @ weight
+    assert ran.count("aten.mm.default") == 3
