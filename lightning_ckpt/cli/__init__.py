@@ -8,10 +8,18 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from lightning_ckpt.cli import blocks, compare, doctor, estimate, explain
+from lightning_ckpt.cli import blocks, compare, dashboard, doctor, estimate, explain, report
 from lightning_ckpt.cli._command import ExamplesAsWritten, UsageError
 
-COMMANDS = {"explain": explain, "blocks": blocks, "estimate": estimate, "compare": compare, "doctor": doctor}
+COMMANDS = {
+    "explain": explain,
+    "blocks": blocks,
+    "estimate": estimate,
+    "compare": compare,
+    "doctor": doctor,
+    "report": report,
+    "dashboard": dashboard,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +53,7 @@ def _parser() -> ArgumentParser:
         epilog="Each command has its own --help with examples: lightning-ckpt explain --help",
         formatter_class=ExamplesAsWritten,
         exit_on_error=False,
+        allow_abbrev=False,  # or a command's --print is taken for one of the parser's own options
     )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     for name, module in COMMANDS.items():
