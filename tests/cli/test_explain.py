@@ -87,7 +87,7 @@ def test_json_holds_every_number_in_bytes(capsys: pytest.CaptureFixture[str]) ->
         (["explain", "--layers", "x"], "--layers: Expected a whole number. Got value: x"),
         (["explain", "--colour"], "unrecognized arguments: --colour"),
         (["explian"], "invalid choice: 'explian' (choose from"),
-        ([], "to be one of {explain,blocks,estimate,compare,doctor}"),
+        ([], "to be one of {explain,blocks,estimate,compare,doctor"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_two(
