@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -166,4 +167,4 @@ def _tensors(state: Any) -> Iterable[Tensor]:
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of unique memory, of sharded tensors the shard that is here."""
     local = (getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors)
-    return unique_bytes((storage_id(t), t.untyped_storage().nbytes()) for t in local)
+    return unique_bytes((storage_id(t), t.untyped_storage().nbytes()) for t in local if t.layout is torch.strided)

@@ -9,6 +9,7 @@ from operator import index
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -156,12 +157,15 @@ class Run:
 
     def ran_out_of_memory(self, pl_module: LightningModule) -> None:
         """Say what is known of it, for the rank it happened on: others may not have failed."""
-        replays, memory = self.replays, self._memory
         self._snapshot.save()
-        failure = Failure(
-            tuple(self._latest), memory.peak(), memory.limit, self._given, replays.policy, replays.let_go()
-        )
-        tell(out_of_memory_report(failure, self._trainer, pl_module), self._trainer)
+        try:
+            tell(out_of_memory_report(self._failure(), self._trainer, pl_module), self._trainer)
+        except Exception as error:  # the run's own error must come through
+            rank_zero_info(f"StepMonitor: no report of what held memory can be made: {error}")
+
+    def _failure(self) -> Failure:
+        replays, memory = self.replays, self._memory
+        return Failure(tuple(self._latest), memory.peak(), memory.limit, self._given, replays.policy, replays.let_go())
 
     def close(self) -> None:
         self._snapshot.close()

@@ -116,6 +116,30 @@ def test_a_step_that_can_not_be_estimated(capsys: pytest.CaptureFixture[str]) ->
     assert "What helps beside checkpointing: a smaller micro-batch" in report
 
 
+def test_a_report_that_fails_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The error is the run's own, also where its memory can no longer be read."""
+
+    class Gone(Meter):
+        def peak(self) -> int:
+            if module.failed:
+                raise RuntimeError("the device is gone")
+            return super().peak()
+
+    class Fails(Deep):
+        failed = False
+
+        def on_after_backward(self) -> None:
+            self.failed = self.global_step == 2
+            if self.failed:
+                raise OOM
+
+    module = Fails()
+    loader = DataLoader(Samples(24), batch_size=2, collate_fn=torch.stack)
+    with use_reader(Gone()), caplog.at_level("INFO"), pytest.raises(torch.OutOfMemoryError):
+        trainer([StepMonitor()], Rowed()).fit(module, loader)
+    assert "no report of what held memory can be made: the device is gone" in caplog.text
+
+
 def test_a_snapshot_is_left_out_without_cuda(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Asked for where no allocator has a history: it is said, and the run goes on."""
     with caplog.at_level("INFO"), pytest.raises(torch.OutOfMemoryError):
