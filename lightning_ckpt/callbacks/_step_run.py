@@ -2,15 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from operator import index
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ckpt.callbacks import _trainer
@@ -20,6 +18,7 @@ from lightning_ckpt.callbacks._oom_report import Failure, out_of_memory_report, 
 from lightning_ckpt.callbacks._step_memory import MemoryFigures, Phase
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._step_rows import Row, Rows, TimedStep
+from lightning_ckpt.callbacks._step_sizes import BatchSizes, StepSizes, sizes_of
 from lightning_ckpt.callbacks._step_tables import RunTables
 from lightning_ckpt.callbacks._step_work import WorkCount
 from lightning_ckpt.memory import GIB
@@ -44,43 +43,11 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """What is known of a batch, taken before the step may change it; a part is None when it can't be told."""
-
-    samples: int | None = None
-    tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """The batches of one optimizer step."""
-
-    batches: tuple[_Batch, ...]
-
-    @cached_property
-    def samples(self) -> int | None:
-        return _sum([batch.samples for batch in self.batches])
-
-    @cached_property
-    def tokens(self) -> int | None:
-        return _sum([batch.tokens for batch in self.batches])
-
-    @cached_property
-    def largest(self) -> int | None:
-        known = [batch.samples for batch in self.batches if batch.samples is not None]
-        return max(known, default=None)
-
-    def units(self) -> int:
-        """What FLOPs are scaled by: tokens, else samples, else batches."""
-        return self.tokens or self.samples or len(self.batches) or 1
-
-
-@dataclass(frozen=True)
 class _Ended:
     """One optimizer step that has ended, with the bytes that its blocks let go."""
 
     timed: TimedStep
-    sizes: _Sizes
+    sizes: StepSizes
     saved: int | None
 
 
@@ -93,10 +60,10 @@ class Run:
         clock = clock_for(device)
         self._step_watch, self._wait_watch = Stopwatch(clock.mark), Stopwatch(HostClock().mark)
         self._waited = 0.0
-        self._batch: _Batch | None = None
+        self._batch: BatchSizes | None = None
         self._given: Any = None  # the batch that is being worked on
         self._latest: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_REPORTED)
-        self._batches: list[_Batch] = []
+        self._batches: list[BatchSizes] = []
         self._interval: list[_Ended] = []
         self._disturbed = False
         self._steps = 0
@@ -141,14 +108,14 @@ class Run:
         self._waited += sum(end - start for start, end in self._wait_watch.lap())
         self._wait_watch.hold("batch")
         self._given = batch
-        self._batch = _Batch(samples=self._samples(batch), tokens=self._tokens(batch))
+        self._batch = sizes_of(batch, self._settings.batch_size_fn, self._settings.tokens_fn)
         self._disturbed |= self.replays.plan is None or self.work.begin()
 
     def end_batch(self) -> None:
-        batch, self._batch, self._given = self._batch or _Batch(), None, None
+        batch, self._batch, self._given = self._batch or BatchSizes(), None, None
         self._batches.append(batch)
         self._memory.end_phase("optimizer")
-        self.work.end(_Sizes((batch,)).units())
+        self.work.end(StepSizes((batch,)).units())
         if self._optimizers.stepped():
             self._end_step()
             self._tables.end_step()
@@ -182,7 +149,7 @@ class Run:
     def _end_step(self) -> None:
         spans = self._step_watch.lap()
         saved, replays = self.replays.take()
-        sizes = _Sizes(tuple(self._batches))
+        sizes = StepSizes(tuple(self._batches))
         step = Step(
             seconds=math.nan,
             wait_seconds=self._waited,
@@ -211,14 +178,6 @@ class Run:
         self._latest.append((axis, figures))
         self.rows.add(Row(axis, figures, tuple(step.timed for step in self._interval)))
         self._interval = []
-
-    def _samples(self, batch: Any) -> int | None:
-        function = self._settings.batch_size_fn
-        return _trainer.samples_in(batch) if function is None else _whole("batch_size_fn", function(batch))
-
-    def _tokens(self, batch: Any) -> int | None:
-        function = self._settings.tokens_fn
-        return _tokens_in(batch) if function is None else _whole("tokens_fn", function(batch))
 
 
 class _OptimizerSteps:
@@ -256,23 +215,3 @@ class _OptimizerSteps:
     def _take(self, *_: Any) -> None:
         self._taken = True
         self._each()
-
-
-def _tokens_in(batch: Any) -> int | None:
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
-    return ids.numel() if isinstance(ids, Tensor) else None
-
-
-def _sum(numbers: Sequence[int | None]) -> int | None:
-    return None if None in numbers else sum(number for number in numbers if number is not None)
-
-
-def _whole(name: str, value: Any) -> int:
-    """Return what a user's function returned, as the count it has to be."""
-    try:
-        number = index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"{name} returned {value!r}; it has to return a whole number, 0 or more, for each batch")
-    return number
