@@ -102,7 +102,7 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     """Four stages: resolution halves, channels double."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
         widths = [width, width, 2 * width, 4 * width, 8 * width]
@@ -132,7 +132,7 @@ class DoubleConv(nn.Sequential):
 
 
 class UNet(nn.Module):
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 24) -> None:
         super().__init__()
         widths = [width, 2 * width, 4 * width, 8 * width]
         self.downs = nn.ModuleList([DoubleConv(inside, out) for inside, out in zip([3, *widths], widths, strict=False)])
@@ -250,8 +250,8 @@ def _images(batch: int, size: int) -> tuple[Tensor, Tensor]:
 WORKLOADS = {
     "GPT": Workload(GPT, lambda: _tokens(8, 129), _next_token, uneven=False),
     "ViT": Workload(ViT, lambda: _images(8, 96), _labels, uneven=False),
-    "ResNet": Workload(ResNet, lambda: _images(8, 64), _labels),
-    "U-Net": Workload(UNet, lambda: torch.randn(4, 3, 64, 64), lambda m, x: F.mse_loss(m(x), x)),
+    "ResNet": Workload(ResNet, lambda: _images(16, 64), _labels),
+    "U-Net": Workload(UNet, lambda: torch.randn(8, 3, 64, 64), lambda m, x: F.mse_loss(m(x), x)),
     "encoder-decoder": Workload(
         EncoderDecoder, lambda: (_tokens(4, 256), _tokens(4, 33)), _translation, blocks=["encoder.*", "decoder.*"]
     ),
