@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from rich.table import Table
 from torch import nn
 
@@ -64,7 +65,8 @@ class Estimate:
         precision: Lightning's name.
         accumulate: batches an optimizer step.
         ranks: how many ranks share parameters, gradients and optimizer state.
-        uncounted: operators that ran whose kernels take memory of their own, which is not in the figures.
+        uncounted: operators that ran whose kernels take memory of their own, which is not in the figures; where kernels
+            were measured, those that could not be.
     """
 
     steps: tuple[StepMemory, ...]
@@ -89,10 +91,14 @@ class Estimate:
         Raises:
             ValueError: a size that the batch can't have.
         """
-        return replace(self, steps=_steps(self._training, self._policies, batch_size))
+        steps = _steps(self._training, self._policies, batch_size)
+        return replace(self, steps=steps, uncounted=_uncounted(self._training))
 
     def max_batch_size(self, limit: int | str) -> dict[str, int]:
         """The largest batch size of each policy whose peak stays at or under a limit; 0 where not even 1 does.
+
+        Where kernels are measured, that is done anew for each of the few sizes tried, and a kernel that takes less for
+        a larger batch can hide a size that fits.
 
         Args:
             limit: bytes, or a size like `"80GiB"`.
@@ -148,6 +154,7 @@ def estimate_memory(
     accumulate: int = 1,
     ranks: int = 1,
     device: DeviceType | None = None,
+    workspaces: Literal["uncounted", "measure"] = "uncounted",
 ) -> Estimate:
     """Estimate the memory of a training step and an optimizer step, by running both on fake tensors.
 
@@ -171,6 +178,10 @@ def estimate_memory(
         ranks: how many ranks share parameters, gradients and optimizer state: a division, not a simulation of FSDP.
         device: `"cpu"` or `"cuda"`, which need not be there: whose attention kernels, optimizers and block sizes to
             assume. By default that of the module; `"cuda"` for a module on the `meta` device.
+        workspaces: `"measure"` to count what kernels take for themselves, such as oneDNN's copies of what it convolves.
+            Each operator that the step runs is run once for real, alone, on zeros of its shapes, on `device`, which
+            has to be there. That takes the memory of the largest operator and about the time of one block's step;
+            an operator whose memory is not free stays in `uncounted`.
 
     Raises:
         ValueError: an argument is out of range, or there is no loss to run, or no block was found.
@@ -190,6 +201,7 @@ def estimate_memory(
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{name}={count!r}: accepted is a whole number of at least 1")
     how, chosen = resolve_precision(precision), _device(module, device)
+    _check_workspaces(workspaces, chosen)
     training = FakeTraining(
         module,
         batch,
@@ -200,11 +212,10 @@ def estimate_memory(
         accumulate=accumulate,
         ranks=ranks,
         device=chosen,
+        measure=workspaces == "measure",
     )
     steps = _steps(training, policies, batch_size)
-    ran = {str(operator.overloadpacket) for operator in training.memory.operators}
-    uncounted = tuple(name for name in _WITH_MEMORY_OF_THEIR_OWN if name in ran)
-    return Estimate(steps, chosen, how.name, accumulate, ranks, uncounted, training, policies)
+    return Estimate(steps, chosen, how.name, accumulate, ranks, _uncounted(training), training, policies)
 
 
 def _resolved(policy: str | Policy) -> Policy | None:
@@ -224,6 +235,23 @@ def _device(module: nn.Module, device: str | None) -> DeviceType:
     if chosen == "cpu" or chosen == "cuda":
         return chosen  # type: ignore[return-value]
     raise ValueError(f"device={chosen!r}: accepted are 'cpu' and 'cuda'")
+
+
+def _check_workspaces(workspaces: str, device: DeviceType) -> None:
+    if workspaces not in ("uncounted", "measure"):
+        raise ValueError(f"workspaces={workspaces!r}: accepted are 'uncounted' and 'measure'")
+    if workspaces == "measure" and device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "workspaces='measure': kernels are measured where they run, and there is no CUDA device here; "
+            "give device='cpu', or leave workspaces out"
+        )
+
+
+def _uncounted(training: FakeTraining) -> tuple[str, ...]:
+    if training.kernels:
+        return tuple(sorted(training.kernels.left_out))
+    ran = {str(operator.overloadpacket) for operator in training.memory.operators}
+    return tuple(name for name in _WITH_MEMORY_OF_THEIR_OWN if name in ran)
 
 
 def _steps(

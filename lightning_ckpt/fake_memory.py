@@ -5,7 +5,7 @@ allocate is known all the same: each storage's size when it appears, and the mom
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -37,6 +37,34 @@ _IN_PLACE_IF_REAL = frozenset(
     {torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.scatter_add.default}
 )
 
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a tensor's memory is like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What an operator takes from the allocator when it runs for real.
+
+    Attributes:
+        peak: the highest bytes that it holds at once, its results included.
+        results: the layout of each tensor it returns, `None` where fake tensors have it right.
+    """
+
+    peak: int
+    results: tuple[Layout | None, ...]
+
+
+# What an operator takes from the allocator, if that is known; by operator, arguments and result, all fake.
+Measure = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Allocation | None]
+
 
 @dataclass
 class _Held:
@@ -55,11 +83,14 @@ class FakeMemory(FakeTensorMode):
         born_as: what memory that appears now is held for.
         ranks: how many ranks share what sharded training shares.
         multiple_of: the allocator rounds every size up to a multiple of this.
+        measure: tells what operators take beyond what their fake results say.
     """
 
-    def __init__(self, *, born_as: Callable[[], Kind], ranks: int = 1, multiple_of: int = 1) -> None:
+    def __init__(
+        self, *, born_as: Callable[[], Kind], ranks: int = 1, multiple_of: int = 1, measure: Measure | None = None
+    ) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._born_as, self._ranks, self._multiple_of = born_as, ranks, multiple_of
+        self._born_as, self._ranks, self._multiple_of, self._measure = born_as, ranks, multiple_of, measure
         self._inside = False
         self._held: dict[int, _Held] = {}
         self._bytes = dict.fromkeys(Kind, 0)
@@ -98,19 +129,47 @@ class FakeMemory(FakeTensorMode):
         if self._inside or func is torch.ops.prim.device.default:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         self._settle()
-        # Nothing is allocated for what an operator is made of inside: a kernel does it in one.
+        kwargs = _on_the_host(kwargs or {})
+        result = self._inner(func, types, args, kwargs)
+        self.operators.add(func)
+        measured = self._measure(func, args, kwargs, result) if self._measure else None
+        if measured and any(measured.results):
+            result = self._with_layouts(result, iter(measured.results))
+        seen = [self._see(tensor, None) or 0 for tensor in tensors_of(result)]
+        held = self._with_more(measured.peak - sum(seen)) if measured else self._bytes
+        if any(seen) and func in _IN_PLACE_IF_REAL and called_by_the_engine():
+            self._open = storage_id(args[0]), dict(held)
+        else:
+            self._note(held)
+        return result
+
+    def _inner(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and count nothing of what it is made of inside: a kernel does it in one."""
         self._inside = True
         try:
-            result = super().__torch_dispatch__(func, types, args, _on_the_host(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._inside = False
-        self.operators.add(func)
-        seen = [self._see(tensor, None) for tensor in _tensors(result)]
-        if any(seen) and func in _IN_PLACE_IF_REAL and called_by_the_engine():
-            self._open = storage_id(args[0]), dict(self._bytes)
-        else:
-            self._note(self._bytes)
+
+    def _with_layouts(self, result: Any, layouts: Iterator[Layout | None]) -> Any:
+        """A result whose tensors have the layouts that real ones have."""
+        if isinstance(result, Tensor):
+            layout = next(layouts, None)
+            if layout is None:
+                return result
+            how = {"dtype": layout.dtype, "device": _HOST}
+            return self._inner(torch.ops.aten.empty_strided.default, (), (layout.shape, layout.stride), how)
+        if isinstance(result, list | tuple):
+            parts = [self._with_layouts(part, layouts) for part in result]
+            return parts if isinstance(result, list) else tuple(parts)
         return result
+
+    def _with_more(self, nbytes: int) -> dict[Kind, int]:
+        """What is held now, with what a kernel takes beside its results."""
+        if nbytes <= 0:
+            return self._bytes
+        kind = self._born_as()
+        return {**self._bytes, kind: self._bytes[kind] + nbytes}
 
     def _see(self, tensor: Tensor, kind: Kind | None) -> int | None:
         """Start to count the memory of a tensor; None where it is counted already."""
@@ -156,10 +215,11 @@ def _on_the_host(kwargs: dict[str, Any]) -> dict[str, Any]:
     device = kwargs.get("device")
     if device is None or torch.device(device).type in ("cpu", "meta"):
         return kwargs
-    return {**kwargs, "device": torch.device("cpu")}
+    return {**kwargs, "device": _HOST}
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors that an operator returned, in order."""
     if isinstance(result, Tensor):
         return [result]
-    return [tensor for part in result for tensor in _tensors(part)] if isinstance(result, list | tuple) else []
+    return [tensor for part in result for tensor in tensors_of(part)] if isinstance(result, list | tuple) else []

@@ -15,6 +15,7 @@ from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.cuda_choices import BLOCK, as_on_cuda, update_as_on_cuda
 from lightning_ckpt.fake_copy import CannotEstimate, FakeBatch, fake_copy
 from lightning_ckpt.fake_memory import FakeMemory, Kind
+from lightning_ckpt.kernel_memory import KernelMemory
 from lightning_ckpt.policies import Policy
 from lightning_ckpt.precision import Precision
 from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards
@@ -43,6 +44,12 @@ class FakeTraining:
         accumulate: batches an optimizer step.
         ranks: how many ranks share parameters, gradients and optimizer state.
         device: whose kernels and allocator.
+        measure: run each operator once for real, to count what its kernel takes for itself.
+
+    Attributes:
+        memory: what the fake tensors would hold.
+        batch: what the step takes.
+        kernels: what measures operators; `None` where nothing is measured.
 
     Raises:
         ValueError: there is no loss to run.
@@ -61,13 +68,15 @@ class FakeTraining:
         accumulate: int,
         ranks: int,
         device: DeviceType,
+        measure: bool,
     ) -> None:
         self._loss = loss_of(module, loss_fn, asked_by="estimate_memory")
         self._as_lightning = loss_fn is None
         self._blocks, self._precision, self._accumulate, self._device = blocks, precision, accumulate, device
         self._phase = Kind.BUFFERS
         multiple_of = BLOCK if device == "cuda" else 1
-        self.memory = FakeMemory(born_as=self._born_as, ranks=ranks, multiple_of=multiple_of)
+        self.kernels = KernelMemory(device) if measure else None
+        self.memory = FakeMemory(born_as=self._born_as, ranks=ranks, multiple_of=multiple_of, measure=self.kernels)
         self.batch = FakeBatch(batch, precision.dtype)
         self._module = fake_copy(module, self.memory, precision.dtype)
         for forward in checkpointed_forwards(self._module):
