@@ -20,9 +20,6 @@ from lightning_ckpt.training_step import LossFn
 
 PLAIN = "none"
 
-# Kernels that take memory of their own, of which fake tensors know nothing.
-_WITH_MEMORY_OF_THEIR_OWN = ("aten.convolution", "aten.mkldnn_rnn_layer")
-
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -92,7 +89,7 @@ class Estimate:
             ValueError: a size that the batch can't have.
         """
         steps = _steps(self._training, self._policies, batch_size)
-        return replace(self, steps=steps, uncounted=_uncounted(self._training))
+        return replace(self, steps=steps, uncounted=self._training.uncounted())
 
     def max_batch_size(self, limit: int | str) -> dict[str, int]:
         """The largest batch size of each policy whose peak stays at or under a limit; 0 where not even 1 does.
@@ -215,7 +212,7 @@ def estimate_memory(
         measure=workspaces == "measure",
     )
     steps = _steps(training, policies, batch_size)
-    return Estimate(steps, chosen, how.name, accumulate, ranks, _uncounted(training), training, policies)
+    return Estimate(steps, chosen, how.name, accumulate, ranks, training.uncounted(), training, policies)
 
 
 def _resolved(policy: str | Policy) -> Policy | None:
@@ -245,13 +242,6 @@ def _check_workspaces(workspaces: str, device: DeviceType) -> None:
             "workspaces='measure': kernels are measured where they run, and there is no CUDA device here; "
             "give device='cpu', or leave workspaces out"
         )
-
-
-def _uncounted(training: FakeTraining) -> tuple[str, ...]:
-    if training.kernels:
-        return tuple(sorted(training.kernels.left_out))
-    ran = {str(operator.overloadpacket) for operator in training.memory.operators}
-    return tuple(name for name in _WITH_MEMORY_OF_THEIR_OWN if name in ran)
 
 
 def _steps(

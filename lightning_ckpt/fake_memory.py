@@ -84,6 +84,9 @@ class FakeMemory(FakeTensorMode):
         ranks: how many ranks share what sharded training shares.
         multiple_of: the allocator rounds every size up to a multiple of this.
         measure: tells what operators take beyond what their fake results say.
+
+    Attributes:
+        operators: what ran so far, and the dtype of its first result.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class FakeMemory(FakeTensorMode):
         self._peak, self._at_peak = 0, dict(self._bytes)
         # An addition whose result may turn out to take its operand's place: the operand, and what was held with both.
         self._open: tuple[int, dict[Kind, int]] | None = None
-        self.operators: set[Any] = set()
+        self.operators: set[tuple[Any, torch.dtype | None]] = set()
 
     @property
     def at_peak(self) -> dict[Kind, int]:
@@ -131,7 +134,7 @@ class FakeMemory(FakeTensorMode):
         self._settle()
         kwargs = _on_the_host(kwargs or {})
         result = self._inner(func, types, args, kwargs)
-        self.operators.add(func)
+        self.operators.add((func, next((tensor.dtype for tensor in tensors_of(result)), None)))
         measured = self._measure(func, args, kwargs, result) if self._measure else None
         if measured and any(measured.results):
             result = self._with_layouts(result, iter(measured.results))

@@ -15,7 +15,7 @@ from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.cuda_choices import BLOCK, as_on_cuda, update_as_on_cuda
 from lightning_ckpt.fake_copy import CannotEstimate, FakeBatch, fake_copy
 from lightning_ckpt.fake_memory import FakeMemory, Kind
-from lightning_ckpt.kernel_memory import KernelMemory
+from lightning_ckpt.kernel_memory import KernelMemory, greedy
 from lightning_ckpt.policies import Policy
 from lightning_ckpt.precision import Precision
 from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards
@@ -49,7 +49,7 @@ class FakeTraining:
     Attributes:
         memory: what the fake tensors would hold.
         batch: what the step takes.
-        kernels: what measures operators; `None` where nothing is measured.
+        kernels: what measures operators, `None` where none is.
 
     Raises:
         ValueError: there is no loss to run.
@@ -105,6 +105,12 @@ class FakeTraining:
             self.memory.reset_peak()
             self._step(batch)
         return self.memory.at_peak
+
+    def uncounted(self) -> tuple[str, ...]:
+        """The operators that ran so far whose kernels take memory that the peaks leave out."""
+        if self.kernels:
+            return tuple(sorted(self.kernels.left_out))
+        return greedy(self.memory.operators, self._device)
 
     def _step(self, batch: Any) -> None:
         for number in range(min(self._accumulate, 2)):  # from the second batch on, gradients are there

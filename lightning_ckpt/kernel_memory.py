@@ -5,7 +5,7 @@ Fake tensors know an operator's results and nothing of its kernel: oneDNN's reor
 """
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,19 @@ from lightning_ckpt.memory import AcceleratorReader, HostReader, Interval
 from lightning_ckpt.sizes import format_size
 
 log = logging.getLogger(__name__)
+
+# Operators whose kernels take much for themselves: on any device, and those whose results have 16 bits on a CPU.
+_GREEDY = ("aten.convolution", "aten.mkldnn_rnn_layer")
+_GREEDY_IN_HALF = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def greedy(ran: Iterable[tuple[Any, torch.dtype | None]], device: str) -> tuple[str, ...]:
+    """The names of operators whose kernels take much memory for themselves, among those that ran, with their dtypes."""
+    names = {(str(operator.overloadpacket), dtype in _HALF) for operator, dtype in ran}
+    in_half = _GREEDY_IN_HALF if device == "cpu" else ()
+    found = {name for name, half in names if name in _GREEDY or (half and name in in_half)}
+    return tuple(name for name in (*_GREEDY, *_GREEDY_IN_HALF) if name in found)
 
 
 class KernelMemory:

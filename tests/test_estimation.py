@@ -595,8 +595,8 @@ def printed(estimate: Any) -> str:
 
 def test_it_prints_as_a_table_in_one_unit() -> None:
     """A row for each policy, the title says what was assumed."""
-    text = printed(estimated(GPT_SPECIMEN, ("none", Full(every=2)), precision="bf16-mixed", ranks=2))
-    assert "A step of batch size 8 in MiB: bf16-mixed, cpu, each of 2 ranks" in text
+    text = printed(estimated(GPT_SPECIMEN, ("none", Full(every=2)), precision="64-true", ranks=2))
+    assert "A step of batch size 8 in MiB: 64-true, cpu, each of 2 ranks" in text
     assert "Full(every=2)" in text
     assert "Not counted" not in text
 

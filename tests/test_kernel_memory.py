@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_ckpt import estimate_memory, kernel_memory
 from lightning_ckpt._compat import FakeTensorMode, allocations_during
 from lightning_ckpt.fake_memory import Allocation, Layout
-from lightning_ckpt.kernel_memory import KernelMemory
+from lightning_ckpt.kernel_memory import KernelMemory, greedy
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.snapshot import RandomState
 from steps import ADAMW, POLICIES, RANDOM_STATE, enlarged, estimated, real_peak
@@ -268,6 +268,14 @@ def test_layouts_are_compared_by_shape_stride_dtype_and_sharing() -> None:
     assert layouts == (None, layout)
     assert kernel_memory._layouts([given], [given], [given]) == (None,)
     assert kernel_memory._layouts([one.t()], [other], []) == (layout,)
+
+
+def test_what_takes_much_is_named_where_nothing_is_measured() -> None:
+    """Convolutions anywhere; 16-bit products on a CPU, which packs their inputs, and not on CUDA."""
+    ran = {(ATEN.mm.default, torch.bfloat16), (ATEN.addmm.default, torch.float32)}
+    ran |= {(ATEN.convolution.default, torch.float32), (ATEN.relu.default, None)}
+    assert greedy(ran, "cpu") == ("aten.convolution", "aten.mm")
+    assert greedy(ran, "cuda") == ("aten.convolution",)
 
 
 # --- errors
