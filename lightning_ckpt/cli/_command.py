@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
@@ -14,6 +15,16 @@ TRAINING_HELP = (
 
 class UsageError(Exception):
     """The command can't be carried out as written; its text is the one line a person reads."""
+
+
+class NoBlocks(UsageError):
+    """There is nothing to checkpoint, or a name that `--blocks` gives matches nothing."""
+
+
+def in_options(text: str) -> str:
+    """Say the package's own words on `blocks` as they are typed on the command line."""
+    text = text.replace(", or a list of such", ", again for more")
+    return re.sub(r"\bblocks=(?=[\w'\"])", "--blocks ", text)
 
 
 class ExamplesAsWritten(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):

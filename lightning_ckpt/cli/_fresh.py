@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_ckpt.cli._command import UsageError
+from lightning_ckpt.cli._command import NoBlocks, UsageError
 from lightning_ckpt.cli._findings import OutOfMemory
 from lightning_ckpt.cli._measurement import STEP, Measurement, Request
 
@@ -28,6 +28,7 @@ def measure_fresh(request: Request, on_step: Callable[[], object] = lambda: None
 
     Raises:
         OutOfMemory: the steps did not fit into memory.
+        NoBlocks: there is nothing to checkpoint, and the request needs some.
         UsageError: the target can't be found, or the user's code fails.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -67,4 +68,6 @@ def _measurement(request: Request, said: dict[str, Any]) -> Measurement:
         return Measurement.from_json(said["measurement"])
     if said["out_of_memory"]:
         raise OutOfMemory(said["error"]) from _There(said["traceback"])
+    if said["no_blocks"]:  # said of the target, whatever the policy
+        raise NoBlocks(said["error"]) from _There(said["traceback"])
     raise UsageError(f"{request.policy}: {said['error']}") from _There(said["traceback"])

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ckpt import ActivationCheckpointing
+from lightning_ckpt.blocks import find_blocks
 from lightning_ckpt.callbacks._trainer import samples_in
-from lightning_ckpt.cli._command import UsageError
+from lightning_ckpt.cli._command import NoBlocks, UsageError, in_options
 from lightning_ckpt.cli._measurement import STEP, Measurement, Request, StepMemory
 from lightning_ckpt.cli._policies import parse_policy
 from lightning_ckpt.cli._recording import StepRecording
@@ -52,6 +53,8 @@ def measure_target(target: Target, request: Request) -> Measurement:
     callbacks: list[L.Callback] = [watch]
     if policy is not None:
         callbacks.insert(0, ActivationCheckpointing(policy, blocks=request.blocks, monitor=False))
+    elif request.needs_blocks:
+        callbacks.insert(0, _LookForBlocks(request))
     trainer = _trainer(callbacks, request.precision)
     _fit(trainer, target, WARM_UP + request.steps + RECORDED)
     assert watch.memory is not None
@@ -118,6 +121,19 @@ class _Again:
             raise UsageError("the loader gives no batch")
         for _ in range(self._times):
             yield batch
+
+
+class _LookForBlocks(L.Callback):
+    """Looks for blocks as soon as all layers are made, before any step."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        try:
+            find_blocks(pl_module, self._request.blocks)
+        except ValueError as error:
+            raise NoBlocks(f"{self._request.target}: {in_options(str(error))}") from error
 
 
 class _Watch(L.Callback):
@@ -209,7 +225,8 @@ def main(asked: Path, answer: Path) -> None:
         said = {"measurement": measure(Request(**json.loads(asked.read_text()))).as_json()}
     except (Exception, SystemExit) as error:
         line = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-        said = {"error": line, "traceback": traceback.format_exc(), "out_of_memory": is_out_of_memory(error)}
+        kinds = {"out_of_memory": is_out_of_memory(error), "no_blocks": isinstance(error, NoBlocks)}
+        said = {"error": line, "traceback": traceback.format_exc(), **kinds}
     answer.write_text(json.dumps(said))
 
 

@@ -22,6 +22,8 @@ class Request:
         seed: of weights, data and dropout.
         blocks: what to checkpoint, class names and globs; None for the repeated blocks.
         precision: of the Trainer, such as `"bf16-mixed"`; None for its default.
+        needs_blocks: whether training that checkpoints nothing ends at once where there is no block, because policies
+            that need some are measured after it.
     """
 
     target: str
@@ -30,6 +32,7 @@ class Request:
     seed: int
     blocks: list[str] | None = None
     precision: str | None = None
+    needs_blocks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,10 +35,14 @@ def finding(comparison: Comparison) -> str:
     plain = comparison.plain
     if plain is None:
         return "Plain training could not be measured, so there is nothing to compare with."
+    if len(comparison.measured) == 1:
+        which = "No policy could be measured" if comparison.failed else "Nothing was measured"
+        return f"{which} beside plain training, whose peak is {format_size(plain.memory.peak)}."
     least = min(comparison.measured, key=lambda one: one.memory.peak)
     if least is plain:
+        which = f"No policy{' that could be measured' if comparison.failed else ''}"
         return (
-            f"No policy needs less memory than plain training, {format_size(plain.memory.peak)}. {equality(comparison)}"
+            f"{which} needs less memory than plain training, {format_size(plain.memory.peak)}. {equality(comparison)}"
         )
     return (
         f'"{least.policy}" lowers the peak from {format_size(plain.memory.peak)} to {format_size(least.memory.peak)}, '
@@ -48,16 +52,17 @@ def finding(comparison: Comparison) -> str:
 
 
 def equality(comparison: Comparison) -> str:
-    """Say whether every policy computed what plain training does."""
+    """Say whether every policy that was measured computed what plain training does."""
     plain = comparison.plain
     assert plain is not None
     for one in comparison.measured:
         if different := one.differences(plain):
             more = f" and {len(different) - 1} more" if different[1:] else ""
             return f'With "{one.policy}" the first step differs from plain training\'s in its {different[0]}{more}.'
-    tensors = f"{len(plain.digests)} tensors"
+    policies = "every policy that could be measured" if comparison.failed else "every policy"
     return (
-        f"Loss and gradients of the first step, {tensors}, are those of plain training, bit for bit, with every policy."
+        f"Loss and gradients of the first step, {len(plain.digests)} tensors, are those of plain training, "
+        f"bit for bit, with {policies}."
     )
 
 

@@ -108,7 +108,7 @@ def _measure(options: Namespace) -> Comparison:
             progress.start_task(task)
             progress.update(task, doing="warming up")
             try:
-                request = Request(target=options.target, policy=name, **asked)
+                request = Request(target=options.target, policy=name, needs_blocks=len(policies) > 1, **asked)
                 measured.append(measure_fresh(request, partial(progress.update, task, advance=1, doing="")))
             except OutOfMemory as error:
                 failed[name] = f"out of memory: {error}"

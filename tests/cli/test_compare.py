@@ -282,6 +282,16 @@ def test_what_goes_wrong_in_the_fresh_process_is_one_line(targets: Path, capsys:
 
 
 @pytest.mark.slow
+def test_a_model_without_blocks_is_one_error(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks are looked for once, before a step is timed, however many policies need them."""
+    assert main(["compare", f"{targets}:no_blocks", "--policies", "full,selective", "--steps", "100000"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("No repeated block was found in Model") == 1
+    assert "--blocks ABlockClass, --blocks 'encoder.layers.*', again for more." in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.slow
 def test_traceback_leads_into_the_users_code(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--traceback shows the line that failed in the other process."""
     assert main(["compare", f"{targets}:failing", "--policies", "none", "--traceback"]) == 2

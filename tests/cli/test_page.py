@@ -10,6 +10,7 @@ from chromium import PROGRAM, Visit, visit
 from lightning_ckpt.cli._measurement import Comparison, Measurement, StepMemory
 from lightning_ckpt.cli._page import page
 from lightning_ckpt.cli._svg import Box, Scale, place_label
+from lightning_ckpt.cli._words import finding
 
 MIB = 2**20
 
@@ -54,6 +55,17 @@ def said(picture: ElementTree.Element) -> list[str]:
 def test_the_frontier_leaves_out_what_another_policy_beats() -> None:
     """Slower and larger than another one is nothing to choose."""
     assert [one.policy for one in COMPARISON.frontier()] == ["none", "full:every=2", "full"]
+
+
+def test_only_policies_that_were_measured_are_spoken_of() -> None:
+    """Where some failed, the others are; where all did, nothing is claimed but the plain peak."""
+    some = replace(COMPARISON, failed={"auto": "no"})
+    assert finding(some).endswith("bit for bit, with every policy that could be measured.")
+    none = replace(some, measured=(PLAIN,))
+    assert finding(none) == "No policy could be measured beside plain training, whose peak is 120 MiB."
+    assert finding(replace(none, failed={})) == ("Nothing was measured beside plain training, whose peak is 120 MiB.")
+    worse = replace(some, measured=(PLAIN, measurement("full", 260, 140)))
+    assert finding(worse).startswith("No policy that could be measured needs less memory than plain training, 120 MiB.")
 
 
 def test_every_picture_names_its_policies_and_units() -> None:
