@@ -6,6 +6,7 @@ from itertools import groupby
 
 from rich.table import Table
 
+from lightning_ckpt.printed import as_text
 from lightning_ckpt.sizes import format_size
 
 
@@ -62,8 +63,12 @@ class Coverage:
         """The share of the model's parameters that lies in checkpointed blocks, 0 to 1."""
         return sum(portion.parameters for portion in self.checkpointed) / self.parameters if self.parameters else 0.0
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """How much is checkpointed and by which policy, in one line."""
         return f"{self._counts()}, {self.policy}"
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
 
     def _counts(self) -> str:
         blocks = f"{len(self.checkpointed)} of {len(self.portions)} blocks"

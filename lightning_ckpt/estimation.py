@@ -15,6 +15,7 @@ from lightning_ckpt.fake_step import DeviceType, FakeTraining, OptimizerFactory
 from lightning_ckpt.fitting import largest_size
 from lightning_ckpt.policies import Full, Policy, SelectiveOps, resolve_policy
 from lightning_ckpt.precision import resolve_precision
+from lightning_ckpt.printed import as_text
 from lightning_ckpt.sizes import UNITS, parse_size
 from lightning_ckpt.training_step import LossFn
 
@@ -120,6 +121,9 @@ class Estimate:
             "uncounted": list(self.uncounted),
             "steps": [asdict(step) | {"peak": step.peak} for step in self.steps],
         }
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
 
     def __rich__(self) -> Table:
         most = max(step.peak for step in self.steps)

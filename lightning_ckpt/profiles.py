@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lightning_ckpt.printed import as_text
 from lightning_ckpt.sizes import format_size
 
 
@@ -129,6 +130,9 @@ class Profile:
     def load(cls, path: str | Path) -> "Profile":
         """Read a file that `save` wrote."""
         return cls.from_json(json.loads(Path(path).read_text()))
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
 
     def __rich__(self) -> Table:
         title = (

@@ -245,7 +245,7 @@ def test_the_report_says_which_portions_are_covered() -> None:
     assert [portion.name for portion in report.checkpointed] == ["0.0", "0.2"]
     assert report.parameters == 3 * 8320 + 650
     assert report.share == pytest.approx(2 * 8320 / 25610)
-    assert str(report).startswith("2 of 3 blocks, 65.0% of 25,610 parameters, Full(every=2")
+    assert report.summary().startswith("2 of 3 blocks, 65.0% of 25,610 parameters, Full(every=2")
 
 
 # --- when nothing is replayed ---

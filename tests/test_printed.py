@@ -1,0 +1,31 @@
+"""Tables as plain text."""
+
+import pytest
+import torch
+from rich.table import Table
+
+from lightning_ckpt import checkpoint_blocks, estimate_memory, profile_blocks
+from lightning_ckpt.printed import as_text
+from zoo import mlp
+
+
+def test_a_table_is_lines_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for colours elsewhere changes nothing, and no line ends in blanks."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    table = Table("Blocks", title="Title", caption="Caption")
+    table.add_row("[0]", style="red")
+    text = as_text(table)
+    assert "\x1b" not in text
+    assert [line.strip("│ ") for line in text.splitlines() if "0" in line] == ["[0]"]
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+
+
+def test_what_the_package_finds_prints_as_its_table() -> None:
+    """`print` shows the rows that rich shows: of what is covered, estimated and profiled."""
+    model, x = mlp(), torch.randn(4, 64)
+    with checkpoint_blocks(model) as handle:
+        covered, profile = handle.report(), profile_blocks(model, lambda: model(x).sum())
+    estimate = estimate_memory(model, x, lambda model, x: model(x).sum())
+    for found, column in ((covered, "Recomputed"), (profile, "Boundary"), (estimate, "Temporary")):
+        assert str(found) == as_text(found.__rich__())
+        assert column in str(found)
