@@ -37,13 +37,14 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[Named]:
             - a glob on the qualified name: `"encoder.layers.*"`, `"*.mlp"`. A `*` stands for any text without a dot,
               at the start of a pattern for any text, and so does `**` anywhere;
             - a predicate `(name, module) -> bool`;
-            - a sequence of these: whatever matches any of them.
+            - a sequence of these: whatever matches any of them; each has to match something.
 
     Returns:
         `(qualified name, module)` pairs, at least one. A module held under two names is listed under the first.
 
     Raises:
-        ValueError: nothing was found; the message lists the candidates it saw and how to name them.
+        ValueError: nothing was found, or one of several names matches nothing; the message lists the candidates it saw
+            and how to name them.
         TypeError: `blocks` is none of the above.
     """
     if blocks is None:
@@ -54,10 +55,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[Named]:
                 "Name what to checkpoint: blocks=ABlockClass, blocks='encoder.layers.*', or a list of such."
             )
     else:
-        wanted = _matcher(blocks)
-        found = [(name, module) for name, module in _callable_modules(model) if wanted(name, module)]
-        if not found:
-            raise ValueError(f"blocks={blocks!r} matches no module of {type(model).__name__}. {_near(model, blocks)}")
+        found = _named(model, blocks)
     return _outermost(found)
 
 
@@ -94,15 +92,26 @@ def _outermost(found: list[Named]) -> list[Named]:
 # --- named by the user ---
 
 
+def _named(model: nn.Module, blocks: Blocks) -> list[Named]:
+    """The modules that match, each once."""
+    wanted = _matcher(blocks)
+    known = list(_callable_modules(model))
+    for one in [blocks] if isinstance(blocks, str) or not isinstance(blocks, Sequence) else blocks:
+        matches = _matcher(one)
+        if not any(matches(name, module) for name, module in known):
+            raise ValueError(f"blocks={one!r} matches no module of {type(model).__name__}. {_near(model, one)}")
+    return [(name, module) for name, module in known if wanted(name, module)]
+
+
 def _matcher(blocks: Blocks) -> Predicate:
     if isinstance(blocks, type) and issubclass(blocks, nn.Module):
         kind = blocks
         return lambda name, module: isinstance(module, kind)
-    if isinstance(blocks, str):
+    if isinstance(blocks, str) and blocks:
         return _text_matcher(blocks)
     if callable(blocks) and not isinstance(blocks, type | nn.Module):
         return blocks
-    if isinstance(blocks, Sequence) and blocks:
+    if isinstance(blocks, Sequence) and not isinstance(blocks, str) and blocks:
         matchers = [_matcher(one) for one in blocks]
         return lambda name, module: any(matches(name, module) for matches in matchers)
     raise TypeError(
@@ -215,7 +224,12 @@ def _largest_sequential(model: nn.Module) -> list[Named]:
         return []
     name, largest = max(sequentials, key=lambda named: sum(p.numel() for p in named[1].parameters()))
     children = list(_children(name, largest))
-    return [child for child in children if not _is_layer(child[1])] or children
+    return [child for child in children if not _is_layer(child[1])] or [
+        # What works in place overwrites what its replay would start from, and saves nothing by itself.
+        child
+        for child in children
+        if _has_parameters(child[1]) or not getattr(child[1], "inplace", False)
+    ]
 
 
 def _repeats(children: list[Named]) -> list[Named]:
@@ -260,6 +274,5 @@ def _candidates(model: nn.Module) -> str:
 def _near(model: nn.Module, blocks: Blocks) -> str:
     names = [name for name, _ in _callable_modules(model)]
     known = [*dict.fromkeys(type(module).__name__ for _, module in _callable_modules(model)), *names]
-    texts = [blocks] if isinstance(blocks, str) else blocks if isinstance(blocks, Sequence) else []
-    near = [match for text in texts if isinstance(text, str) for match in get_close_matches(text, known, n=2)]
+    near = get_close_matches(blocks, known, n=2) if isinstance(blocks, str) else []
     return (f"Did you mean {' or '.join(map(repr, near))}? " if near else "") + _candidates(model).rstrip()

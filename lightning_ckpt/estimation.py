@@ -186,6 +186,7 @@ def estimate_memory(
 
     Raises:
         ValueError: an argument is out of range, or there is no loss to run, or no block was found.
+        TypeError: an argument of another kind.
         CannotEstimate: the step needs the value of a tensor; the error names the operator.
 
     Example:
@@ -194,6 +195,7 @@ def estimate_memory(
         >>> estimate["none"].peak, estimate["full"].peak
         (12288, 9984)
     """
+    _check_kinds(module, batch, optimizer)
     given = [policy] if isinstance(policy, str | Policy) else list(policy)
     policies = {str(one): _resolved(one) for one in given}
     if not policies:
@@ -217,6 +219,18 @@ def estimate_memory(
     )
     steps = _steps(training, policies, batch_size)
     return Estimate(steps, chosen, how.name, accumulate, ranks, training.uncounted(), training, policies)
+
+
+def _check_kinds(module: Any, batch: Any, optimizer: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r}: accepted is a torch.nn.Module")
+    if batch is None:
+        raise TypeError("batch=None: give a batch as the step takes it; its shapes and dtypes are what is read")
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(
+            f"optimizer={optimizer!r}: accepted is a function of the parameters that makes one, such as "
+            "torch.optim.AdamW, or functools.partial of it"
+        )
 
 
 def _resolved(policy: str | Policy) -> Policy | None:

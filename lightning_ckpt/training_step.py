@@ -27,6 +27,11 @@ def loss_of(module: nn.Module, loss_fn: LossFn | None, *, asked_by: str) -> Loss
         given: Any = step(module, batch)
         if isinstance(given, Tensor) and given.numel() == 1:
             return given
+        if isinstance(given, bool | int | float):
+            raise ValueError(
+                f"the step gave {given!r}, a plain number that nothing can be differentiated through: accepted is a "
+                "loss, a tensor of one element, without .item() or float()"
+            )
         what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise ValueError(f"the step gave {what}: accepted is a loss, a tensor of one element, such as output.loss")
 

@@ -105,7 +105,8 @@ def verify_gradients(
             elsewhere a tensor may differ by as much as between two plain runs, whose kernels add up in any order.
 
     Raises:
-        ValueError: there is no loss to run, or no block that can be checkpointed.
+        ValueError: there is no loss to run, or none that depends on a parameter, or no block that can be checkpointed.
+        TypeError: `module` is no module.
 
     Example:
         >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(3)]
@@ -113,6 +114,8 @@ def verify_gradients(
         >>> verify_gradients(model, torch.randn(2, 4), lambda model, x: model(x).sum()).equal
         True
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={module!r}: accepted is a torch.nn.Module")
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance!r}: accepted are None and a difference of at least 0")
     step = loss_of(module, loss_fn, asked_by="verify_gradients")
@@ -161,6 +164,10 @@ def _run(module: nn.Module, batch: Any, step: LossFn) -> dict[str, Tensor]:
     for parameter in module.parameters():
         parameter.grad = None
     loss = step(module, batch)
+    if not loss.requires_grad:
+        raise ValueError(
+            "the step gave a loss that depends on no parameter that trains: there is no gradient to verify"
+        )
     loss.backward()
     seen = {"loss": loss.detach().clone()}
     seen |= {f"gradient of {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

@@ -2,6 +2,8 @@
 
 import logging
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,7 @@ def test_the_largest_sequential_is_the_last_resort() -> None:
     )
     assert names(Holder(small=nn.Sequential(nn.Linear(1, 1), nn.Tanh()), net=stages)) == ["net.0", "net.1"]
     assert names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == ["0", "1", "2"]
+    assert names(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))) == ["0", "2"]
 
 
 def test_metrics_and_losses_are_no_blocks() -> None:
@@ -146,7 +149,7 @@ def test_a_shared_block_is_listed_once() -> None:
         "*layers.*",
         "**.[0-9]" and "layers.*",
         lambda name, module: isinstance(module, Part),
-        [Part, "nothing"],
+        [Part, "layers.0"],
         ["layers.0", "layers.1"],
     ],
 )
@@ -206,7 +209,21 @@ def test_nothing_found_lists_the_candidates_and_how_to_name_them() -> None:
         names(Holder(head=nn.Linear(1, 1)))
 
 
-@pytest.mark.parametrize("blocks", [3, [], [3], object()])
+@pytest.mark.parametrize(
+    ("blocks", "wrong"),
+    [
+        (["layers.*", "nope.*"], "blocks='nope.*' matches"),
+        (["Prat", Part], "blocks='Prat' matches no module of Holder. Did you mean 'Part'?"),
+        ([nn.Conv2d, "Part"], "blocks=<class 'torch.nn.modules.conv.Conv2d'> matches"),
+    ],
+)
+def test_each_of_several_has_to_match_something(blocks: object, wrong: str) -> None:
+    """One that is mistyped among others is an error as it is alone."""
+    with pytest.raises(ValueError, match=re.escape(wrong)):
+        names(Holder(layers=nn.ModuleList([Part(), Part()])), blocks)
+
+
+@pytest.mark.parametrize("blocks", [3, [], [3], object(), "", ["Part", ""]])
 def test_something_else_is_refused(blocks: object) -> None:
     """The message lists what is accepted."""
     with pytest.raises(TypeError, match="accepted are None, a module class, a class name, a glob"):

@@ -568,6 +568,9 @@ class Holding(nn.Linear):
         ),
         ({"loss_fn": lambda m, x: m(x)}, ValueError, r"the step gave a tensor of shape \(2, 4\): accepted is a loss"),
         ({"module": nn.LazyLinear(3)}, ValueError, "LazyLinear: weight is not made yet: run one batch"),
+        ({"module": 3}, TypeError, "module=3: accepted is a torch.nn.Module"),
+        ({"batch": None}, TypeError, "batch=None: give a batch as the step takes it"),
+        ({"optimizer": "adam"}, TypeError, "optimizer='adam': accepted is a function of the parameters"),
         ({"module": Holding()}, CannotEstimate, "Holding can't be copied.*cannot pickle"),
     ],
 )

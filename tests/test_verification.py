@@ -155,6 +155,13 @@ def test_a_tolerance_is_a_choice() -> None:
             lambda m, x: {"loss": 1},
             r"gave a dict: accepted is a loss, .* such as output\.loss",
         ),
+        (
+            mlp(),
+            torch.randn(2, 64),
+            lambda m, x: 1,
+            r"the step gave 1, a plain number .* without \.item\(\) or float\(\)",
+        ),
+        (mlp(), torch.randn(2, 64), lambda m, x: x.sum(), r"depends on no parameter that trains: there is no gradient"),
         (nn.Linear(2, 2), torch.randn(2, 2), total, r"No repeated block was found in Linear"),
     ],
 )
