@@ -1,7 +1,6 @@
 """Which modules are blocks: found by structure, or named by the user."""
 
 import logging
-
 import re
 
 import pytest

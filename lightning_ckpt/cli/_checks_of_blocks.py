@@ -2,13 +2,20 @@
 
 import statistics
 
+from lightning_ckpt.cli._command import in_options
 from lightning_ckpt.cli._findings import Finding, NotApplicable, failed, passed, some, warned
 from lightning_ckpt.cli._patient import Patient
 from lightning_ckpt.owners import owner_of
 from lightning_ckpt.profiles import BlockProfile
 from lightning_ckpt.sizes import format_size
 
-_NAME_THEM = "name them: blocks=ABlockClass, blocks='encoder.layers.*' (here: --blocks)"
+_NAME_THEM = "name them: --blocks ABlockClass, --blocks 'encoder.layers.*', in Python blocks="
+# How each owner's checkpointing is turned off, by how its reason begins.
+_SWITCHES = {
+    "gradient_checkpointing": "model.gradient_checkpointing_disable()",
+    "grad_checkpointing": "model.set_grad_checkpointing(False)",
+    "a CheckpointWrapper": "no CheckpointWrapper around them",
+}
 # A block that saves this many times less for each second of replay than the others do is better kept.
 _POOR = 5
 # And a block that takes no more of the replay than this is not worth a word.
@@ -20,11 +27,14 @@ def covered(patient: Patient) -> Finding:
     try:
         found = patient.found
     except NotApplicable as nothing:
-        return failed(str(nothing.__cause__).partition(". Name what")[0], _NAME_THEM)
-    owners = [owner_of(patient.module, name) for name, _ in found]
-    if all(owners):
-        reasons = ", ".join(sorted(set(map(str, owners))))
-        return failed(f"{len(found)} blocks were found, and none is checkpointed: {reasons}", _NAME_THEM)
+        return failed(in_options(str(nothing.__cause__)).partition(". Name what")[0], _NAME_THEM)
+    owners = _owners(patient)
+    if len(owners) == len(found):
+        reasons = ", ".join(sorted(set(owners.values())))
+        return failed(
+            f"{len(found)} blocks were found, and none is checkpointed here, since their owner does it: {reasons}",
+            _one_of_the_two(owners),
+        )
     with patient.under_policy() as handle:
         coverage = handle.report()
     if len(coverage.portions) == len(coverage.checkpointed) == 1 and coverage.share == 1:
@@ -48,19 +58,31 @@ def left_out(patient: Patient) -> Finding:
     name, most = others[0]
     evidence = f"{evidence}, {format_size(most)} of it by {name!r}"
     if most > coverage.let_go:
-        return warned(evidence, f"checkpoint or shrink {name!r} first; see blocks=")
+        return warned(evidence, f"checkpoint or shrink {name!r} first; see --blocks")
     return passed(evidence)
 
 
 def owner(patient: Patient) -> Finding:
     """Nobody else checkpoints the same blocks."""
-    owners = {name: found for name, _ in patient.found if (found := owner_of(patient.module, name))}
+    owners = _owners(patient)
+    if len(owners) == len(patient.found):
+        raise NotApplicable("all of them are; see blocks covered")
     if not owners:
         return passed(f"{len(patient.found)} blocks, none checkpointed by the model itself")
     return warned(
         f"{some(list(owners))} are checkpointed by their owner and left alone: {next(iter(owners.values()))}",
-        "turn one of the two off: model.gradient_checkpointing_disable(), set_grad_checkpointing(False), or no wrapper",
+        _one_of_the_two(owners),
     )
+
+
+def _owners(patient: Patient) -> dict[str, str]:
+    """What already checkpoints a block, in words, by the block's name."""
+    return {name: found for name, _ in patient.found if (found := owner_of(patient.module, name))}
+
+
+def _one_of_the_two(owners: dict[str, str]) -> str:
+    switches = [switch for start, switch in _SWITCHES.items() if any(why.startswith(start) for why in owners.values())]
+    return f"one of the two is enough: train without the callback, or give it the blocks: {'; '.join(switches)}"
 
 
 def frozen(patient: Patient) -> Finding:
@@ -74,7 +96,7 @@ def frozen(patient: Patient) -> Finding:
     if idle:
         return warned(
             f"{some(idle)} have no parameter that trains and save nothing: they run as they are",
-            "nothing is lost; for a clean list leave them out: blocks=[...]",
+            "nothing is lost; for a clean list name the others with --blocks",
         )
     return passed(f"{len(patient.coverage.checkpointed)} checkpointed blocks, each with something to save")
 
@@ -101,7 +123,7 @@ def worth(patient: Patient) -> Finding:
     return warned(
         f"{some([block.name for block in poor])} save little and replay long: {one.name!r} "
         f"{format_size(one.kept_bytes)} in {_ms(one.replay_seconds)}; {evidence}",
-        'leave them out: blocks=[...], or let a budget choose: policy="auto"',
+        "leave them out: name the others with --blocks, or let a budget choose: --policy auto",
     )
 
 

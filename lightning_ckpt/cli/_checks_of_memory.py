@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_ckpt.causes import WHAT_ELSE_HELPS
 from lightning_ckpt.cli._findings import Finding, NotApplicable, OutOfMemory, failed, passed, some, warned
-from lightning_ckpt.cli._measurement import CAUSES
+from lightning_ckpt.cli._measurement import CAUSES, Measurement
 from lightning_ckpt.cli._patient import Patient
 from lightning_ckpt.cli._target import elements_in
 from lightning_ckpt.memory import reader_for
@@ -20,6 +20,8 @@ _LITTLE = 0.25
 _TIGHT = 0.9
 # Below this share of the FLOPs, to keep the results of attention saves little replay.
 _LITTLE_WORK = 0.1
+# With fewer timed steps quartiles tell little.
+_FEW = 8
 _SCANNED = 256  # batches of the loader that are looked at
 
 
@@ -111,11 +113,39 @@ def _longest(batches: Iterable[object]) -> tuple[int, int]:
 def slowdown(patient: Patient) -> Finding:
     """Checkpointed steps take not much longer than plain ones."""
     plain, ours = patient.plain.step_time, patient.checkpointed.step_time
+    if not patient.checkpointed.blocks:
+        raise NotApplicable("no block is checkpointed")
     most = patient.conditions.max_slowdown
     evidence = f"a step takes {1000 * ours:.1f} ms, {ours / plain:.2f} times the plain one's {1000 * plain:.1f} ms"
+    evidence += _replay(patient)
     if ours <= most * plain:
         return passed(evidence)
+    evidence += f"; accepted are {most:g}"
+    if _within_the_spread(patient.plain, patient.checkpointed, most):
+        return warned(
+            f"{evidence}, but {len(patient.plain.seconds)} steps spread too much to tell",
+            "time more of them: --steps 50",
+        )
     return failed(
-        f"{evidence}; accepted are {most:g}",
+        evidence,
         'recompute less: "selective", Full(every=2), or policy="auto", which buys time with the memory there is',
     )
+
+
+def _within_the_spread(plain: Measurement, ours: Measurement, most: float) -> bool:
+    """Whether steps as they were seen, the checkpointed at their quickest and the plain at their slowest, are accepted.
+
+    Of few steps that is the extremes, and of more the quartiles.
+    """
+    few = len(plain.seconds) < _FEW
+    quick, slow = (min(ours.seconds), max(plain.seconds)) if few else (ours.spread[0], plain.spread[1])
+    return quick <= most * slow
+
+
+def _replay(patient: Patient) -> str:
+    """What the replays alone take, where they can be measured."""
+    try:
+        seconds = patient.profile.replay_seconds
+    except (NotApplicable, ValueError):
+        return ""
+    return f", with {1000 * seconds:.3g} ms of replay when measured alone"

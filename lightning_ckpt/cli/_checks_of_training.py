@@ -45,7 +45,7 @@ def replayed_values(patient: Patient) -> Finding:
     difference = patient.difference_in_values()
     if difference is None:
         return passed(f"every value that {len(patient.coverage.checkpointed)} blocks replay is that of their forward")
-    return failed(difference, "remove the cause, or leave the block out: blocks=[...]")
+    return failed(difference, "remove the cause, or leave the block out: name the others with --blocks")
 
 
 def random_numbers(patient: Patient) -> Finding:

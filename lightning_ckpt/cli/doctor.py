@@ -118,9 +118,23 @@ def table(target: str, findings: dict[str, Finding]) -> "Table":
     counts = {status: sum(f.status == status for f in findings.values()) for status in _STYLES}
     caption = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     printed = Table("check", "", "evidence", title=target, caption=caption, box=SIMPLE_HEAD, show_edge=False)
-    for name, finding in findings.items():
+    for name, finding in _folded(findings).items():
         said = Text(finding.evidence)
         if finding.cure:
             said.append(f"\n→ {finding.cure}", style="bold")
         printed.add_row(name, Text(finding.status, style=_STYLES[finding.status]), said)
     return printed
+
+
+def _folded(findings: dict[str, Finding]) -> dict[str, Finding]:
+    """The findings with those in one row that are skipped for one reason, where the first of them stands."""
+    alike: dict[str, list[str]] = {}
+    for name, finding in findings.items():
+        alike.setdefault(finding.evidence if finding.status == "skip" else name, []).append(name)
+    return dict(_row(names, findings[names[0]]) for names in alike.values())
+
+
+def _row(names: list[str], finding: Finding) -> tuple[str, Finding]:
+    if len(names) == 1:
+        return names[0], finding
+    return ", ".join(names), Finding("skip", f"{finding.evidence} ({len(names)} checks)")

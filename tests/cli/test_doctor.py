@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from lightning_ckpt.cli import _checks_of_memory as of_memory
 from lightning_ckpt.cli import _checks_of_training as of_training
 from lightning_ckpt.cli import main
 from lightning_ckpt.cli._checks import CHECKS, examine, quiet
-from lightning_ckpt.cli._findings import NotApplicable, OutOfMemory
+from lightning_ckpt.cli._findings import Finding, NotApplicable, OutOfMemory
 from lightning_ckpt.cli._measured import measure_target
 from lightning_ckpt.cli._measurement import Measurement, Request
 from lightning_ckpt.cli._patient import Conditions, Patient
 from lightning_ckpt.cli._policies import parse_policy
 from lightning_ckpt.cli._target import Target
+from lightning_ckpt.cli.doctor import table
 from lightning_ckpt.policies import Full
+from lightning_ckpt.printed import as_text
 from zoo import llama
 
 WIDTH = 32
@@ -114,7 +117,10 @@ def test_blocks_that_are_all_left_alone_fail() -> None:
     """To find blocks is not to checkpoint them."""
     found = of_blocks.covered(patient(lambda: owned(Model())))
     assert found.status == "fail"
-    assert "3 blocks were found, and none is checkpointed: gradient_checkpointing=True" in found.evidence
+    assert "none is checkpointed here, since their owner does it: gradient_checkpointing=True" in found.evidence
+    assert found.cure.endswith("give it the blocks: model.gradient_checkpointing_disable()")
+    transformer = of_blocks.covered(patient(lambda: checkpointing(LanguageModel())))
+    assert (transformer.status, transformer.cure) == (found.status, found.cure)
 
 
 def test_one_block_that_is_the_model_is_warned_of() -> None:
@@ -133,13 +139,29 @@ def owned(model: Model) -> Model:
     return model
 
 
-def test_a_model_that_checkpoints_itself_is_warned_of() -> None:
-    """Hugging Face's switch is seen, and the way to turn it off is told."""
-    found = of_blocks.owner(patient(lambda: checkpointing(LanguageModel())))
+def half_owned() -> Model:
+    model = Model()
+    model.blocks[0].grad_checkpointing = True
+    return model
+
+
+def test_blocks_that_their_owner_checkpoints_are_warned_of() -> None:
+    """The owner's own switch is the way to turn it off."""
+    found = of_blocks.owner(patient(half_owned))
     assert found.status == "warn"
-    assert "'language.model.layers.0'" in found.evidence
-    assert "gradient_checkpointing=True" in found.evidence
-    assert "gradient_checkpointing_disable()" in found.cure
+    assert found.evidence.startswith("'blocks.0' are checkpointed by their owner")
+    assert "set_grad_checkpointing(False)" in found.cure
+    assert "gradient_checkpointing_disable" not in found.cure
+
+
+def test_a_model_that_checkpoints_itself_is_one_finding() -> None:
+    """Hugging Face's switch is told once; what asks about checkpointed blocks is skipped, slowdown among it."""
+    findings = examine(patient(lambda: owned(Model()), data=rows(2048)))
+    assert {name for name, finding in findings.items() if finding.status == "fail"} == {"blocks covered"}
+    assert "gradient_checkpointing=True" in findings["blocks covered"].evidence
+    assert "gradient_checkpointing_disable()" in findings["blocks covered"].cure
+    assert findings["checkpointed by its owner"].evidence == "all of them are; see blocks covered"
+    assert findings["slowdown"] == Finding("skip", "no block is checkpointed")
 
 
 def test_a_model_that_leaves_it_to_us_passes() -> None:
@@ -471,7 +493,29 @@ def test_a_slowdown_beyond_what_is_accepted_fails() -> None:
     found = of_memory.slowdown(patient(max_slowdown=1e-6))
     assert found.status == "fail"
     assert "accepted are 1e-06" in found.evidence
-    assert of_memory.slowdown(patient(max_slowdown=1e6)).status == "pass"
+    fast = of_memory.slowdown(patient(max_slowdown=1e6))
+    assert fast.status == "pass"
+    assert "ms of replay when measured alone" in fast.evidence
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "status"),
+    [
+        ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], "fail"),
+        ([1.0, 1.0, 3.0], [2.0, 2.0, 2.0], "warn"),
+        ([1.0] * 9 + [3.0], [2.0] * 10, "fail"),
+        ([1.0] * 6 + [3.0] * 4, [2.0] * 10, "warn"),
+        ([1.0] * 10, [1.0] * 4 + [2.0] * 6, "warn"),
+    ],
+)
+def test_steps_that_spread_too_much_are_only_warned_of(plain: list[float], ours: list[float], status: str) -> None:
+    """A few slow steps on a busy machine prove nothing; steps that are all slow do."""
+    one = patient()
+    one.plain, one.checkpointed = replace(one.plain, seconds=plain), replace(one.checkpointed, seconds=ours)
+    found = of_memory.slowdown(one)
+    assert found.status == status
+    assert ("spread too much to tell" in found.evidence) == (status == "warn")
+    assert ("--steps 50" in found.cure) == (status == "warn")
 
 
 # --- all of them ---
@@ -520,6 +564,9 @@ def test_a_module_that_optimizes_by_hand_is_still_checked() -> None:
     assert "optimizes by hand" in findings["replayed values"].evidence
     passing = {"blocks covered", "gradients", "slowdown"}
     assert {findings[name].status for name in passing} == {"pass"}
+    printed = as_text(table("TARGET", findings))
+    assert printed.count("optimizes") == 1
+    assert " skip " in printed
     found = of_training.gradients(patient(by_hand(counting)))
     assert found.status == "fail"
     assert "differ from the plain step's: 'gradient of blocks" in found.evidence
