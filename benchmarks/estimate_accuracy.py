@@ -4,9 +4,9 @@
     python benchmarks/estimate_accuracy.py --no-write
 
 Every model of the tests' collection, with its batch made 128 times as large, and larger Transformers; each with every
-policy, in float32 and in bf16-mixed. Estimated: `estimate_memory`, on fake tensors alone and with kernels measured. Real:
-the highest running sum of the CPU allocator's own events, from before the model is built, over the third of three steps
-with AdamW.
+policy, in float32 and in bf16-mixed. Estimated: `estimate_memory`, on fake tensors alone and with kernels measured.
+Real: the highest running sum of the CPU allocator's own events, from before the model is built, over the third of three
+steps with AdamW.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""The figures and pictures of docs/compare.md and docs/doctor.md: the GPT example.
+"""The figures and pictures of docs/compare.md, docs/doctor.md and docs/blocks.md: the GPT example.
 
-python benchmarks/pictures.py            # measures, and writes docs/pictures/ and the text of both pages
+python benchmarks/pictures.py            # measures, and writes docs/pictures/ and the text of the pages
 python benchmarks/pictures.py --draw     # from the numbers of the last time
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_ckpt.cli import doctor
+from lightning_ckpt.cli import blocks, doctor
 from lightning_ckpt.cli import main as command
 from lightning_ckpt.cli._findings import Finding
 from lightning_ckpt.cli._measurement import Comparison
@@ -29,6 +29,7 @@ PICTURES = ROOT / "docs/pictures"
 TARGET = "examples/train_gpt.py:training"
 TRIES = 4  # a machine that does something else meanwhile shows in the spread of step times
 NUMBERS, FINDINGS = PICTURES / "compare_gpt.json", PICTURES / "doctor_gpt.json"
+BLOCKS = PICTURES / "blocks_gpt.json"
 
 
 def comparison() -> Comparison:
@@ -47,11 +48,14 @@ def pictures() -> dict[str, str]:
 
 
 def printed() -> dict[str, str]:
-    """Return what both commands print on a terminal of 80 columns, by the name of the page."""
+    """Return what the commands print on a terminal of 80 columns, by the name of the page."""
     examined = json.loads(FINDINGS.read_text(encoding="utf-8"))
     findings = {row.pop("check"): Finding(**row) for row in examined["findings"]}
     table = doctor.table(examined["target"], findings)
+    listed = json.loads(BLOCKS.read_text(encoding="utf-8"))
+    rows = [blocks.Row(**row) for row in listed["blocks"]]
     return {
+        "blocks.md": _text(lambda console: console.print(blocks.table(listed["target"], rows, listed["parameters"]))),
         "compare.md": _text(lambda console: show(comparison(), console)),
         "doctor.md": _text(lambda console: console.print(table)),
     }
@@ -65,12 +69,12 @@ def _text(show: Callable[[Console], None]) -> str:
 
 
 def measure() -> None:
-    """Run both commands on the example, and keep what they give: of several comparisons the least disturbed one."""
+    """Run the commands on the example, and keep what they give: of several comparisons the least disturbed one."""
     os.chdir(ROOT)
     PICTURES.mkdir(exist_ok=True)
     tries = [_said("compare") for _ in range(TRIES)]
     least = min(tries, key=lambda said: _spread(Comparison.from_json(said)))
-    for path, said in ((NUMBERS, least), (FINDINGS, _said("doctor"))):
+    for path, said in ((NUMBERS, least), (FINDINGS, _said("doctor")), (BLOCKS, _said("blocks"))):
         path.write_text(json.dumps(said) + "\n", encoding="utf-8")
 
 

@@ -240,7 +240,8 @@ def _resolved(policy: str | Policy) -> Policy | None:
     if isinstance(resolved, Full | SelectiveOps):
         return resolved
     raise ValueError(
-        f"policy={policy!r}: it plans on what it measures; its peak lies between those of 'full' and 'none'"
+        f"policy={policy!r}: it plans on what it measures. Estimate 'none' and 'full': its peak is its budget, or that "
+        "of 'none' where that is lower, or that of 'full' where that is higher"
     )
 
 

@@ -1,6 +1,7 @@
-"""The pages of `compare` and `doctor` show what the commands print and draw from the committed numbers."""
+"""The pages of `compare`, `doctor` and `blocks` show what the commands print and draw from the committed numbers."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("page", ["compare.md", "doctor.md"])
+@pytest.mark.parametrize("page", ["compare.md", "doctor.md", "blocks.md"])
 def test_the_text_is_what_the_command_prints(script: ModuleType, page: str) -> None:
     """The first text block of each page, letter by letter."""
     first = re.search(r"```text\n(.*?)```", text_of(page), flags=re.DOTALL)
@@ -58,7 +59,16 @@ def test_every_check_is_in_the_table() -> None:
     assert rows == list(CHECKS)
 
 
-@pytest.mark.parametrize("name", ["compare", "doctor"])
+def test_the_committed_blocks_are_those_of_the_example(script: ModuleType) -> None:
+    """Names, classes, parameters and bytes of the example as it is now; times are those of the day."""
+    listed = json.loads(script.BLOCKS.read_text(encoding="utf-8"))
+    now = script._said("blocks")
+    for row in (*listed["blocks"], *now["blocks"]):
+        assert row.pop("replay_seconds") > 0
+    assert listed == now
+
+
+@pytest.mark.parametrize("name", ["compare", "doctor", "blocks"])
 def test_every_option_is_in_the_table(name: str) -> None:
     """And none that the command does not have."""
     actions = COMMANDS[name].parser()._actions

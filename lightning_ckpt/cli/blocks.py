@@ -10,6 +10,7 @@ from lightning_ckpt.cli._command import command_parser, print_json
 from lightning_ckpt.sizes import format_size
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn
 
     from lightning_ckpt.cli._target import Target
@@ -77,7 +78,9 @@ def run(options: Namespace) -> int:
     if options.json:
         print_json({"target": options.target, "parameters": total, "blocks": [asdict(row) for row in rows]})
     elif rows:
-        _print_table(options.target, rows, total)
+        from rich.console import Console
+
+        Console().print(table(options.target, rows, total))
     return 0 if rows else 1
 
 
@@ -118,20 +121,27 @@ def _row(name: str, block: "nn.Module", total: int, profile: "BlockProfile | Non
     )
 
 
-def _print_table(target: str, rows: list[Row], total: int) -> None:
-    from rich.console import Console
+def table(target: str, rows: list[Row], total: int) -> "Table":
+    """The blocks for a person.
+
+    Args:
+        target: as the user wrote it.
+        rows: one for each block.
+        total: parameters of the model.
+    """
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     measured = any(row.kept_bytes is not None for row in rows)
-    table = Table("block", "class", title=f"{target}: {len(rows)} blocks")
+    shown = Table("block", "class", title=f"{target}: {len(rows)} blocks", box=SIMPLE_HEAD)
     for name in ("parameters", "share", *(("kept", "boundary", "replay") if measured else ())):
-        table.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
     for row in rows:
-        table.add_row(row.name, row.type, f"{row.parameters:,}", f"{row.share:.1%}", *_figures(row))
-    table.add_section()
+        shown.add_row(row.name, row.type, f"{row.parameters:,}", f"{row.share:.1%}", *_figures(row))
+    shown.add_section()
     covered = sum(row.parameters for row in rows)
-    table.add_row("covered", "", f"{covered:,} of {total:,}", f"{covered / total if total else 0:.1%}", *_sums(rows))
-    Console().print(table)
+    shown.add_row("covered", "", f"{covered:,} of {total:,}", f"{covered / total if total else 0:.1%}", *_sums(rows))
+    return shown
 
 
 def _figures(row: Row) -> list[str]:

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
   lightning-ckpt estimate examples/train_gpt.py:training --device-memory 8GiB
   lightning-ckpt estimate mypackage.training:make --device-memory 80GiB --precision bf16-mixed --ranks 8
-  lightning-ckpt estimate mypackage.training:make --device-memory 80GiB --batch-sizes 1,2,4 --policies full --json"""
+  lightning-ckpt estimate mypackage.training:make --device-memory 80GiB --batch-sizes 1,2,4 --policies full --json
+  lightning-ckpt estimate mypackage.training:make --device-memory 8GiB --device cpu --measure-kernels"""
+
+# How the warning of blocks that no policy changes begins.
+_LEFT_ALONE = "Left alone"
+_WHY_ALIKE = "the rows are equal, since no policy changes the blocks that are left alone: they run the same in each"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +34,19 @@ class Answer:
         target: as the user wrote it.
         memory: what the device has.
         usable: what of it a step may take.
-        policies: how each policy is written, and its name in the estimates.
-        estimates: one for each batch size.
+        steps: those with each policy, by how it is written, and by rising batch size.
         largest: the largest batch size of each policy, by how it is written; empty where batches have no size.
+        budgets: the bytes of each policy that is a memory budget, by how it is written.
+        estimate: what was assumed, and what is not counted.
     """
 
     target: str
     memory: int
     usable: int
-    policies: dict[str, str]
-    estimates: tuple["Estimate", ...]
+    steps: dict[str, list["StepMemory"]]
     largest: dict[str, int]
-
-    def steps(self, written: str) -> list["StepMemory"]:
-        """The steps with a policy, by rising batch size."""
-        return [estimate[self.policies[written]] for estimate in self.estimates]
+    budgets: dict[str, int]
+    estimate: "Estimate"
 
     def fits(self, step: "StepMemory") -> bool:
         """Whether a step stays within what is usable."""
@@ -52,19 +55,19 @@ class Answer:
     @property
     def anything_fits(self) -> bool:
         """Whether there is a policy and a batch size that fit."""
-        return any(self.largest.values()) or any(self.fits(step) for name in self.policies for step in self.steps(name))
+        return any(self.largest.values()) or any(self.fits(step) for steps in self.steps.values() for step in steps)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        about = self.estimates[0].to_dict()
+        about = self.estimate.to_dict()
         del about["steps"]
         policies = [
             {
                 "policy": written,
                 "largest_batch_size": self.largest.get(written),
-                "steps": [_step_as_json(step, self.fits(step)) for step in self.steps(written)],
+                "steps": [_step_as_json(step, self.fits(step)) for step in steps],
             }
-            for written in self.policies
+            for written, steps in self.steps.items()
         ]
         known = {"target": self.target, "device_memory": self.memory, "usable_memory": self.usable}
         return {**known, **about, "policies": policies}
@@ -89,7 +92,7 @@ def parser() -> ArgumentParser:
         type=str,
         default="none,full,full:every=2,selective",
         metavar="LIST",
-        help="by comma, each with its options after colons, as in full:segment_size=sqrt, selective:attention",
+        help="by comma, each with its options after colons: full:segment_size=sqrt, selective:attention, auto:0.5",
     )
     command.add_argument(
         "--batch-sizes",
@@ -110,11 +113,17 @@ def parser() -> ArgumentParser:
     command.add_argument("--precision", type=str, default="32-true", help="of the Trainer, such as bf16-mixed")
     command.add_argument("--accumulate", type=int, default=1, metavar="N", help="the Trainer's accumulate_grad_batches")
     command.add_argument("--ranks", type=int, default=1, metavar="N", help="how many share parameters and their state")
+    command.add_argument(
+        "--measure-kernels",
+        action="store_true",
+        help="run each operator once for real on --device, to count what its kernel takes for itself",
+    )
     return command
 
 
 def run(options: Namespace) -> int:
     """Estimate and report; return 0, or 1 when nothing fits."""
+    _check(options)
     answer = _answer(options)
     if options.json:
         print_json(answer.as_json())
@@ -126,46 +135,76 @@ def run(options: Namespace) -> int:
 
 
 def _answer(options: Namespace) -> Answer:
-    from lightning_ckpt.cli._policies import PLAIN, parse_policies
+    from lightning_ckpt.cli._budgeted import largest_of, step_of, to_estimate
+    from lightning_ckpt.cli._policies import PLAIN, check_precision, parse_policies
+    from lightning_ckpt.cli._said import doing, warnings_once
     from lightning_ckpt.cli._target import load_target
+    from lightning_ckpt.policies import MemoryBudget
 
     memory, sizes = _memory(options.device_memory), _batch_sizes(options.batch_sizes)
-    if not 0 <= options.headroom < 1:
-        raise UsageError(f"--headroom {options.headroom}: accepted is a share from 0 to below 1")
     usable = int(memory * (1 - options.headroom))
     policies = {written: policy or PLAIN for written, policy in parse_policies(options.policies).items()}
+    check_precision(options.precision)
     target = load_target(options.target, configure=False)
+    _check_model(target)
     batch = target.batch()
     try:
-        estimates = _estimates(options, target.model, batch, list(policies.values()), sizes)
-        largest = estimates[0].max_batch_size(usable) if estimates[0].steps[0].batch_size else {}
+        with doing("running steps on fake tensors"), warnings_once() as said:
+            estimates = _estimates(options, target.model, batch, to_estimate(policies.values()), sizes)
+            largest = estimates[0].max_batch_size(usable) if estimates[0].steps[0].batch_size else {}
     except Exception as error:  # whatever goes wrong in the user's code is theirs to read in one line
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UsageError(f"{options.target}: {kind}{error}") from error
+        raise UsageError(f"{options.target}: {kind}{in_options(str(error))}") from error
+    if len(policies) > 1 and any(text.startswith(_LEFT_ALONE) for text in said) and _alike(estimates[0]):
+        print(f"lightning-ckpt: {_WHY_ALIKE}", file=sys.stderr)
+    sized = policies if largest else {}
     return Answer(
         target=options.target,
         memory=memory,
         usable=usable,
-        policies={written: str(policy) for written, policy in policies.items()},
-        estimates=estimates,
-        largest={written: largest[str(policy)] for written, policy in policies.items()} if largest else {},
+        steps={written: [step_of(policy, one, memory) for one in estimates] for written, policy in policies.items()},
+        largest={name: largest_of(policy, largest, memory=memory, usable=usable) for name, policy in sized.items()},
+        budgets={name: policy.nbytes(memory) for name, policy in policies.items() if isinstance(policy, MemoryBudget)},
+        estimate=estimates[-1],
     )
+
+
+def _check(options: Namespace) -> None:
+    """Refuse what can be refused before PyTorch is imported and a model is made."""
+    if not 0 <= options.headroom < 1:
+        raise UsageError(f"--headroom {options.headroom}: accepted is a share from 0 to below 1")
+    if options.device not in ("cuda", "cpu"):
+        raise UsageError(f"--device {options.device}: accepted are cuda and cpu")
+    for name in ("accumulate", "ranks"):
+        if options[name] < 1:
+            raise UsageError(f"--{name} {options[name]}: accepted is a whole number of at least 1")
+
+
+def _check_model(target: "Target") -> None:
+    if getattr(target.model, "automatic_optimization", True) is False:
+        raise UsageError(
+            f"{target.name}: {type(target.model).__name__} optimizes by hand, so its training_step gives no one loss to "
+            f"estimate: measure it instead: lightning-ckpt compare {target.name}"
+        )
+
+
+def _alike(estimate: "Estimate") -> bool:
+    """Whether every policy has the same peak."""
+    return len({step.peak for step in estimate.steps}) == 1
 
 
 def _estimates(
     options: Namespace, model: "nn.Module", batch: Any, policies: list[Any], sizes: list[int]
 ) -> tuple["Estimate", ...]:
     """One estimate for each batch size; the model is copied once."""
-    from rich.console import Console
-
     from lightning_ckpt.estimation import estimate_memory
 
     how = {name: options[name] for name in ("blocks", "precision", "accumulate", "ranks", "device")}
-    with Console(stderr=True).status("running steps on fake tensors"):
-        first = estimate_memory(model, batch, policy=policies, batch_size=sizes[0] if sizes else None, **how)
-        own = first.steps[0].batch_size
-        further = sizes[1:] or ([own * times for times in (2, 4, 8)] if own and not sizes else [])
-        return first, *(first.at(size) for size in further)
+    how["workspaces"] = "measure" if options.measure_kernels else "uncounted"
+    first = estimate_memory(model, batch, policy=policies, batch_size=sizes[0] if sizes else None, **how)
+    own = first.steps[0].batch_size
+    further = sizes[1:] or ([own * times for times in (2, 4, 8)] if own and not sizes else [])
+    return first, *(first.at(size) for size in further)
 
 
 def _memory(text: str) -> int:
@@ -188,23 +227,25 @@ def table(answer: Answer) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    first = answer.estimates[0]
-    peaks = [step.peak for name in answer.policies for step in answer.steps(name)]
+    about = answer.estimate
+    peaks = [step.peak for steps in answer.steps.values() for step in steps]
     unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if UNITS[unit] <= max(peaks))
-    ranks = f", each of {first.ranks} ranks" if first.ranks > 1 else ""
-    shown = Table(title=f"{answer.target}: peak of a step in {unit}, {first.precision}{ranks}", box=SIMPLE_HEAD)
+    ranks = f", each of {about.ranks} ranks" if about.ranks > 1 else ""
+    shown = Table(title=f"{answer.target}: peak of a step in {unit}, {about.precision}{ranks}", box=SIMPLE_HEAD)
     shown.add_column("policy")
-    for estimate in answer.estimates:
-        size = estimate.steps[0].batch_size
+    for step in next(iter(answer.steps.values())):
+        size = step.batch_size
         shown.add_column(f"batch {size}" if size else "the batch", justify="right", no_wrap=True)
     if answer.largest:
         shown.add_column("largest batch", justify="right")
-    for written in answer.policies:
-        cells = [f"{step.peak / UNITS[unit]:.4g} {'✓' if answer.fits(step) else '✗'}" for step in answer.steps(written)]
+    for written, steps in answer.steps.items():
+        cells = [f"{step.peak / UNITS[unit]:.4g} {'✓' if answer.fits(step) else '✗'}" for step in steps]
         shown.add_row(written, *cells, *([_largest(answer.largest[written])] if answer.largest else []))
     shown.caption = f"✓ stays within {format_size(answer.usable)} of {format_size(answer.memory)}"
-    if first.uncounted:
-        shown.caption += f"\nnot counted: what the kernels of {', '.join(first.uncounted)} take for themselves"
+    for written, budget in answer.budgets.items():
+        shown.caption += f"\n{written}: up to its budget of {format_size(budget)} where full fits in it"
+    if about.uncounted:
+        shown.caption += f"\nnot counted: what the kernels of {', '.join(about.uncounted)} take for themselves"
     return shown
 
 
