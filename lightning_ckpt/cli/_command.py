@@ -27,6 +27,20 @@ def in_options(text: str) -> str:
     return re.sub(r"\bblocks=(?=[\w'\"])", "--blocks ", text)
 
 
+def check_precision(name: str) -> None:
+    """Refuse what is no precision of a Trainer.
+
+    Raises:
+        UsageError: no such precision.
+    """
+    from lightning_ckpt.precision import resolve_precision
+
+    try:
+        resolve_precision(name)
+    except ValueError as error:
+        raise UsageError(re.sub(r"^precision='(.*?)'", r"--precision \1", str(error))) from error
+
+
 class ExamplesAsWritten(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of a parser's epilog as they are written."""
 

@@ -1,13 +1,14 @@
 """`lightning-ckpt compare`: what each policy takes in memory and time, on the user's own training steps."""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ckpt.cli._command import TRAINING_HELP, UsageError, command_parser, print_json
+from lightning_ckpt.cli._command import TRAINING_HELP, UsageError, check_precision, command_parser, print_json
 from lightning_ckpt.cli._measurement import Comparison, Request
 from lightning_ckpt.cli._words import COLUMNS, described, finding, row
 
@@ -77,6 +78,8 @@ def _check(options: Namespace) -> None:
         raise UsageError(f"--steps {options.steps}: accepted is a whole number of at least 1")
     if not 0 <= options.seed < 2**32:
         raise UsageError(f"--seed {options.seed}: accepted is a whole number from 0 to 4294967295")
+    if options.precision and not options.precision.startswith("transformer-engine"):  # which runs on some devices only
+        check_precision(options.precision)
     for option in ("html", "output"):
         path = options[option]
         if path and not path.parent.is_dir():
@@ -106,6 +109,8 @@ def _measure(options: Namespace) -> Comparison:
         waiting = {name: progress.add_task(name, total=options.steps, doing="", start=False) for name in policies}
         for name, task in waiting.items():
             progress.start_task(task)
+            if not console.is_terminal:
+                print(f"lightning-ckpt: measuring {name}", file=sys.stderr, flush=True)
             progress.update(task, doing="warming up")
             try:
                 request = Request(target=options.target, policy=name, needs_blocks=len(policies) > 1, **asked)

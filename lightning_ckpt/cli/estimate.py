@@ -1,11 +1,19 @@
 """`lightning-ckpt estimate`: will it fit, with which policy, and up to which batch size, before there is a device."""
 
+import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ckpt.cli._command import TRAINING_HELP, UsageError, command_parser, print_json
+from lightning_ckpt.cli._command import (
+    TRAINING_HELP,
+    UsageError,
+    check_precision,
+    command_parser,
+    in_options,
+    print_json,
+)
 from lightning_ckpt.fitting import MOST
 from lightning_ckpt.sizes import UNITS, format_size, parse_size
 
@@ -13,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
+    from lightning_ckpt.cli._target import Target
     from lightning_ckpt.estimation import Estimate, StepMemory
 
 _EXAMPLES = """\
@@ -21,8 +30,6 @@ _EXAMPLES = """\
   lightning-ckpt estimate mypackage.training:make --device-memory 80GiB --batch-sizes 1,2,4 --policies full --json
   lightning-ckpt estimate mypackage.training:make --device-memory 8GiB --device cpu --measure-kernels"""
 
-# How the warning of blocks that no policy changes begins.
-_LEFT_ALONE = "Left alone"
 _WHY_ALIKE = "the rows are equal, since no policy changes the blocks that are left alone: they run the same in each"
 
 
@@ -136,8 +143,8 @@ def run(options: Namespace) -> int:
 
 def _answer(options: Namespace) -> Answer:
     from lightning_ckpt.cli._budgeted import largest_of, step_of, to_estimate
-    from lightning_ckpt.cli._policies import PLAIN, check_precision, parse_policies
-    from lightning_ckpt.cli._said import doing, warnings_once
+    from lightning_ckpt.cli._policies import PLAIN, parse_policies
+    from lightning_ckpt.cli._said import LEFT_ALONE, doing, warnings_once
     from lightning_ckpt.cli._target import load_target
     from lightning_ckpt.policies import MemoryBudget
 
@@ -155,7 +162,7 @@ def _answer(options: Namespace) -> Answer:
     except Exception as error:  # whatever goes wrong in the user's code is theirs to read in one line
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UsageError(f"{options.target}: {kind}{in_options(str(error))}") from error
-    if len(policies) > 1 and any(text.startswith(_LEFT_ALONE) for text in said) and _alike(estimates[0]):
+    if len(policies) > 1 and any(text.startswith(LEFT_ALONE) for text in said) and _alike(estimates[0]):
         print(f"lightning-ckpt: {_WHY_ALIKE}", file=sys.stderr)
     sized = policies if largest else {}
     return Answer(
@@ -183,8 +190,8 @@ def _check(options: Namespace) -> None:
 def _check_model(target: "Target") -> None:
     if getattr(target.model, "automatic_optimization", True) is False:
         raise UsageError(
-            f"{target.name}: {type(target.model).__name__} optimizes by hand, so its training_step gives no one loss to "
-            f"estimate: measure it instead: lightning-ckpt compare {target.name}"
+            f"{target.name}: {type(target.model).__name__} optimizes by hand, so its training_step gives no one loss "
+            f"to estimate: measure it instead: lightning-ckpt compare {target.name}"
         )
 
 

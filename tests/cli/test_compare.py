@@ -278,7 +278,7 @@ def test_what_cannot_be_measured_is_told_and_the_rest_goes_on(
 def test_what_goes_wrong_in_the_fresh_process_is_one_line(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and the line says with which policy, what and where, without a traceback."""
     assert main(["compare", f"{targets}:failing", "--policies", "none"]) == 2
-    assert capsys.readouterr().err == "lightning-ckpt: none: KeyError: 'labels'\n"
+    assert capsys.readouterr().err == "lightning-ckpt: measuring none\nlightning-ckpt: none: KeyError: 'labels'\n"
 
 
 @pytest.mark.slow
@@ -287,6 +287,8 @@ def test_a_model_without_blocks_is_one_error(targets: Path, capsys: pytest.Captu
     assert main(["compare", f"{targets}:no_blocks", "--policies", "full,selective", "--steps", "100000"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("No repeated block was found in Model") == 1
+    assert captured.err.splitlines()[0] == "lightning-ckpt: measuring none"
+    assert "measuring full" not in captured.err
     assert "--blocks ABlockClass, --blocks 'encoder.layers.*', again for more." in captured.err
     assert captured.out == ""
 
@@ -336,6 +338,7 @@ def test_what_cannot_be_trained_is_told(targets: Path, factory: str, policy: str
         (["--policies", "most"], "policy 'most': policy='most': accepted are"),
         (["--policies", ","], "--policies ',': names no policy"),
         (["--steps", "0"], "--steps 0: accepted is a whole number of at least 1"),
+        (["--precision", "fp16"], "--precision fp16: accepted are '64-true', '32-true', '16-true'"),
         (["--seed", "-1"], "--seed -1: accepted is a whole number from 0 to 4294967295"),
         (["--html", "no_such_folder/page.html"], "--html no_such_folder/page.html: there is no folder no_such_folder"),
         (["--output", "no_such_folder/n.json"], "--output no_such_folder/n.json: there is no folder no_such_folder"),

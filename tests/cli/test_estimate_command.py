@@ -61,6 +61,20 @@ def branching():
 def broken():
     return Broken(), torch.randn(16, 64)
 
+class ByHand(Model):
+    automatic_optimization = False
+
+def by_hand():
+    return ByHand(), torch.randn(16, 64)
+
+class Owned(Model):
+    def configure_model(self):
+        super().configure_model()
+        self.gradient_checkpointing = True
+
+def owned():
+    return Owned(), torch.randn(16, 64)
+
 def scalar():
     return Scalar(), torch.tensor(2.0)
 
@@ -258,10 +272,15 @@ def test_kernels_that_are_not_there_are_not_measured(capsys: pytest.CaptureFixtu
         ("training", ["--batch-sizes", "1,x"], "--batch-sizes 1,x: give whole numbers of at least 1 by comma"),
         ("training", ["--batch-sizes", "0"], "--batch-sizes 0: give whole numbers"),
         ("training", ["--policies", "most"], "policy 'most'"),
-        ("training", ["--precision", "8-true"], "precision='8-true': accepted are"),
-        ("training", ["--ranks", "0"], "ranks=0: accepted is a whole number"),
-        ("training", ["--device", "tpu"], "device='tpu': accepted are 'cpu' and 'cuda'"),
-        ("training", ["--blocks", "Attention"], "Attention"),
+        ("training", ["--precision", "8-true"], "--precision 8-true: accepted are"),
+        ("training", ["--ranks", "0"], "--ranks 0: accepted is a whole number"),
+        ("training", ["--device", "tpu"], "--device tpu: accepted are cuda and cpu"),
+        ("training", ["--blocks", "Attention"], "--blocks 'Attention' matches no module of Model"),
+        (
+            "by_hand",
+            [],
+            "ByHand optimizes by hand, so its training_step gives no one loss to estimate: measure it inst",
+        ),
         ("branching", [], "CannotEstimate: The step runs aten._local_scalar_dense.default"),
         ("broken", [], "RuntimeError: no such column"),
         ("plain", [], "Sequential has no training_step"),
@@ -274,9 +293,27 @@ def test_what_cannot_be_estimated_is_one_line(
     memory = [] if "--device-memory" in arguments else ["--device-memory", "8MiB"]
     assert main(["estimate", f"{targets}:{target}", *memory, *arguments]) == 2
     captured = capsys.readouterr()
-    assert text in captured.err
-    assert captured.err.count("\n") == 1
+    *working, last = captured.err.splitlines()
+    assert text in last
+    assert working in ([], ["lightning-ckpt: running steps on fake tensors"])
     assert captured.out == ""
+
+
+def test_what_can_be_known_at_once_is_known_before_the_target_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    """The target is not even looked for."""
+    for option, value in (("--device", "tpu"), ("--precision", "fp16"), ("--accumulate", "0"), ("--policies", "most")):
+        assert main(["estimate", "nowhere.py:make", "--device-memory", "8GiB", option, value]) == 2
+        assert value in capsys.readouterr().err
+
+
+def test_a_warning_comes_once_and_equal_rows_are_explained(capsys: pytest.CaptureFixture[str], targets: str) -> None:
+    """A model that checkpoints its own blocks takes the same with every policy."""
+    assert main(["estimate", f"{targets}:owned", "--device-memory", "64MiB"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("Left alone: blocks.0") == 1
+    assert said.count("the rows are equal, since no policy changes the blocks that are left alone") == 1
+    assert main(["estimate", f"{targets}:training", "--device-memory", "64MiB"]) == 0
+    assert capsys.readouterr().err == "lightning-ckpt: running steps on fake tensors\n"
 
 
 ROOT = Path(__file__).parents[2]
