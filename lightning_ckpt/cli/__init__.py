@@ -5,6 +5,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -29,12 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None for those of this process.
 
     Returns:
-        0 when all is well, 1 when what was asked about is not so, 2 when the command can't be carried out as written.
+        0 when all is well, or there is no argument and the help is printed; 1 when what was asked about is not so;
+        2 when the command can't be carried out as written.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Threads that wait sleep instead of spinning: on a shared core a step would take ten times as long. It counts for
     # this process until PyTorch is imported, and for those that it starts.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not words:
+        _parser().print_help()
+        return 0
     try:
         options = _parser().parse_args(words)
         run: Callable[[Namespace], int] = COMMANDS[options.subcommand].run
@@ -55,6 +60,12 @@ def _parser() -> ArgumentParser:
         exit_on_error=False,
         allow_abbrev=False,  # or a command's --print is taken for one of the parser's own options
     )
+    parser.add_argument(
+        "--version",
+        action="version",
+        help="Show the version and exit.",
+        version=f"lightning-ckpt {version('lightning-ckpt')}",
+    )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = module.parser()
@@ -65,5 +76,6 @@ def _parser() -> ArgumentParser:
 def _one_line(message: str) -> str:
     """The parser's own messages span lines, and name options and types as Python does."""
     message = re.sub(r'Parser key "([\w.]+)":', r"--\1:", message)
+    message = re.sub(r"(required: )\w+\.(\w+)", lambda found: found[1] + found[2].upper(), message)
     message = message.replace("a <class 'int'>", "a whole number")
     return re.sub(r"\s+", " ", message).strip()

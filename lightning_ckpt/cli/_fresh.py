@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_ckpt.cli._command import NoBlocks, UsageError
+from lightning_ckpt.cli._command import NoBlocks, UsageError, in_options
 from lightning_ckpt.cli._findings import OutOfMemory
 from lightning_ckpt.cli._measurement import STEP, Measurement, Request
 
@@ -70,4 +70,4 @@ def _measurement(request: Request, said: dict[str, Any]) -> Measurement:
         raise OutOfMemory(said["error"]) from _There(said["traceback"])
     if said["no_blocks"]:  # said of the target, whatever the policy
         raise NoBlocks(said["error"]) from _There(said["traceback"])
-    raise UsageError(f"{request.policy}: {said['error']}") from _There(said["traceback"])
+    raise UsageError(f"{request.policy}: {in_options(said['error'])}") from _There(said["traceback"])

@@ -151,9 +151,16 @@ def _factory(target: str) -> Callable[[], Any]:
     module = _called(lambda: _file(Path(place)) if place.endswith(".py") else _module(place), place)
     factory = getattr(module, name, None)
     if not callable(factory):
-        near = ", ".join(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        near = ", ".join(_factories(module))
         raise UsageError(f"{target}: {place} has no function or class {name!r}; it has: {near or 'none'}")
     return factory  # type: ignore[no-any-return]
+
+
+def _factories(module: ModuleType) -> list[str]:
+    """The names that could be called: those that the module defines, and where it defines none, those it imports."""
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    own = [name for name in names if getattr(vars(module)[name], "__module__", None) == module.__name__]
+    return own or names
 
 
 def _file(path: Path) -> ModuleType:

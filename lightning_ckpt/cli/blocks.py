@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ckpt.cli._command import command_parser, print_json
+from lightning_ckpt.cli._command import command_parser, in_options, print_json
 from lightning_ckpt.sizes import format_size
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def run(options: Namespace) -> int:
     try:
         found = find_blocks(model, options.blocks)
     except ValueError as nothing:
-        print(f"lightning-ckpt: {nothing}", file=sys.stderr)
+        print(f"lightning-ckpt: {in_options(str(nothing))}", file=sys.stderr)
         found = []
     total = _parameters(model)
     profiles = _profiles(target, options.blocks) if found else {}
@@ -133,7 +133,8 @@ def table(target: str, rows: list[Row], total: int) -> "Table":
     from rich.table import Table
 
     measured = any(row.kept_bytes is not None for row in rows)
-    shown = Table("block", "class", title=f"{target}: {len(rows)} blocks", box=SIMPLE_HEAD)
+    count = f"{len(rows)} block{'s' if len(rows) > 1 else ''}"
+    shown = Table("block", "class", title=f"{target}: {count}", box=SIMPLE_HEAD)
     for name in ("parameters", "share", *(("kept", "boundary", "replay") if measured else ())):
         shown.add_column(name, justify="right")
     for row in rows:

@@ -91,12 +91,16 @@ def _arithmetic(chain: Chain) -> str:
         "scratch": f"{_tensors(chain.scratch_tensors, chain.scratch_bytes)}   while one segment replays",
         "peak": _tensors(chain.peak_tensors, chain.peak_bytes),
         "saved": f"{saved}\n",
-        "cost": f"{chain.plain_cost:g} units plain (forward 1, backward 2 a layer), "
-        f"{chain.checkpointed_cost:g} with one replay: {chain.extra_cost_fraction:.1%} more",
-        "best": f"segments of {size}, the square root of {chain.layers} layers{'' if exact else ' rounded up'}: "
+        "cost": f"{chain.plain_cost:.12g} units plain (forward 1, backward 2 a layer), "
+        f"{chain.checkpointed_cost:.12g} with one replay: {chain.extra_cost_fraction:.1%} more",
+        "best": f"segments of {size}, the square root of {_layers(chain.layers)}{'' if exact else ' rounded up'}: "
         f"{best_segments(chain.layers)} of them",
     }
     return "\n".join(f"{name:<14}{line}" for name, line in lines.items())
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def _tensors(count: int, size: int) -> str:

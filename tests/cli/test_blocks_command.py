@@ -150,6 +150,14 @@ def test_no_block_is_exit_code_one(capsys: pytest.CaptureFixture[str], models: s
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("lightning-ckpt: ")
+    assert "blocks=" not in captured.err
+    assert "--blocks" in captured.err
+
+
+def test_one_name_of_several_that_matches_nothing_is_told(capsys: pytest.CaptureFixture[str], models: str) -> None:
+    """As typed, with the name that is near."""
+    assert main(["blocks", f"{models}:Net", "--blocks", "blocks.*", "--blocks", "Blck"]) == 1
+    assert "--blocks 'Blck' matches no module of Net. Did you mean 'Block'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_no_block_is_exit_code_one(capsys: pytest.CaptureFixture[str], models: s
         ("fails", "RuntimeError: no weights here"),
         ("leaves", "SystemExit: bye"),
         ("no_model", "returned a int: return a torch.nn.Module or a LightningModule"),
-        ("number", "has no function or class 'number'; it has: Block, Net, Late, with_a_batch"),
+        ("number", "command_models.py has no function or class 'number'; it has: Block, Net, Late, with_a_batch"),
         ("", "is not a target: give module:factory or path/file.py:factory"),
     ],
 )
@@ -186,6 +194,16 @@ def test_a_target_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     captured = capsys.readouterr()
     assert text in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_only_names_of_the_file_itself_are_offered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What a file imports is no factory of its own; one that only imports offers that."""
+    (tmp_path / "own_models.py").write_text("from pathlib import Path\n\ndef make():\n    return 1\n")
+    assert main(["blocks", f"{tmp_path}/own_models.py:nope"]) == 2
+    assert capsys.readouterr().err.endswith("has no function or class 'nope'; it has: make\n")
+    (tmp_path / "only_imports.py").write_text("from pathlib import Path\n")
+    assert main(["blocks", f"{tmp_path}/only_imports.py:nope"]) == 2
+    assert capsys.readouterr().err.endswith("it has: Path\n")
 
 
 def test_traceback_leads_into_the_factory(capsys: pytest.CaptureFixture[str], models: str) -> None:

@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
-from lightning_ckpt.cli import main
+from lightning_ckpt.cli import COMMANDS, main
 from lightning_ckpt.theory import LEFT_OUT
 
 SIXTEEN = ["explain", "--layers", "16", "--activation", "8MiB", "--segments", "4"]
@@ -87,7 +88,7 @@ def test_json_holds_every_number_in_bytes(capsys: pytest.CaptureFixture[str]) ->
         (["explain", "--layers", "x"], "--layers: Expected a whole number. Got value: x"),
         (["explain", "--colour"], "unrecognized arguments: --colour"),
         (["explian"], "invalid choice: 'explian' (choose from"),
-        ([], "to be one of {explain,blocks,estimate,compare,doctor"),
+        (["blocks"], "the following arguments are required: TARGET"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_two(
@@ -99,6 +100,27 @@ def test_a_usage_error_is_one_line_and_exit_code_two(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert text in captured.err
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever types the name alone wants to know what there is."""
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"    {command} " in printed for command in COMMANDS)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in its metadata."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"lightning-ckpt {version('lightning-ckpt')}\n"
+
+
+def test_one_layer_is_one_and_many_are_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """No plural of one, no exponent."""
+    assert "the square root of 1 layer: 1 of them" in explain(capsys, "--layers", "1")
+    assert "300000000 units plain" in explain(capsys, "--layers", "100000000")
 
 
 def test_traceback_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]) -> None:
