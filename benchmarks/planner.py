@@ -32,7 +32,8 @@ from torch._functorch.partitioners import get_default_op_list
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_ckpt import Full, MemoryBudget, checkpoint_blocks, find_blocks
-from lightning_ckpt.budget_loop import BudgetLoop, BudgetPlan
+from lightning_ckpt.budget_loop import BudgetLoop
+from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.memory import AllocatorReader, Interval, use_reader
 
 ROOT = Path(__file__).resolve().parent.parent

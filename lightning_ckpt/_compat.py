@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -66,6 +67,7 @@ class AllocationRecording:
 
     def __init__(self) -> None:
         _refuse_a_second_profiler()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or some builds tell of every start and stop on the terminal
         self._profile = _started()
 
     def restart(self) -> list[int]:

@@ -1,33 +1,30 @@
 """Plan, measure, correct, until a plan stands; then watch the peak.
 
-Everything is checkpointed at first. The first step profiles the blocks and measures the peak of each of its stretches.
-From then on every step runs a plan and teaches the next one where the prediction was wrong, a few steps long; the
-fastest plan that kept to the budget stays. Later only the step's peak is read, and a peak above the budget, of a longer
-batch, tightens the plan before the next step.
+Everything is checkpointed at first. The first batch profiles the blocks, and the second step, which has gradients and
+optimizer state, tells the peak of each of its stretches. From then on every step runs a plan and teaches the next one
+where the prediction was wrong, a few steps long; the fastest plan that kept to the budget stays. Later only the step's
+peak is read, and a peak above the budget, of a longer batch, tightens the plan before the next step.
 """
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
-from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ckpt._compat import storage_id
-from lightning_ckpt.causes import WHAT_ELSE_HELPS, MemoryByCause, unique_bytes
-from lightning_ckpt.memory import ExactHostReader, HostReader, Interval, MemoryReader, marks_of, reader_for
+from lightning_ckpt.budget_plan import BudgetPlan
+from lightning_ckpt.causes import WHAT_ELSE_HELPS, MemoryByCause
+from lightning_ckpt.held import bytes_held, local, tensors_of
+from lightning_ckpt.memory import GIB, ExactHostReader, HostReader, Interval, MemoryReader, marks_of, reader_for
 from lightning_ckpt.peak_model import PeakModel, Stretch
 from lightning_ckpt.planning import Option, Plan, solve
 from lightning_ckpt.policies import MemoryBudget
-from lightning_ckpt.profiles import Profile, names_of
+from lightning_ckpt.profiles import Profile
 from lightning_ckpt.profiling import Profiler
 from lightning_ckpt.recompute import CheckpointedBlocks
-from lightning_ckpt.sizes import format_size
 from lightning_ckpt.timeline import Peaks, Timeline
 from lightning_ckpt.treatments import Treatment, choices
 
@@ -37,10 +34,15 @@ _T = TypeVar("_T")
 _ROUNDS = 4
 # Batches of less than this share of the largest one tell nothing about the peak.
 _SHORTER = 0.98
+# Batches shorter than the first one that are passed by before a plan is made for them.
+_PATIENCE = 3
+# Steps after a plan stands in which a host's resident size may still grow by itself: the C library keeps what a step
+# frees in pieces that the next one can't all use.
+_SETTLING = 3
 
 
 class Ranks(Protocol):
-    """The processes that must run one plan."""
+    """The processes that must run one plan; all of them call the same of these in the same order."""
 
     def gather(self, value: _T) -> list[_T]:
         """The value of every rank, in order."""
@@ -69,59 +71,13 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class BudgetPlan:
-    """A plan that stands: what is done with each block, and what it was chosen by.
+class _Tried:
+    """A plan that has kept to the budget, by what it costs."""
 
-    Attributes:
-        treatments: by the block's qualified name; blocks left out are replayed whole.
-        profile: the blocks as they were measured.
-        budget: bytes.
-        peak: the predicted or measured peak of a step, in bytes.
-        seconds: time that replaying adds to a step, as predicted.
-        solver: how the plan was found; see `planning.Plan`.
-        causes: what the peak is made of; `None` before a step has run under a plan.
-    """
-
-    treatments: Mapping[str, Treatment]
-    profile: Profile
-    budget: int
-    peak: int
     seconds: float
-    solver: str
-    causes: MemoryByCause | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """What a later run needs to start with this plan, as plain values."""
-        return {
-            "peak": self.peak,
-            "treatments": {name: treatment.to_json() for name, treatment in self.treatments.items()},
-            "profile": self.profile.to_json(),
-        }
-
-    def summary(self) -> dict[str, Any]:
-        """What belongs into a run's config."""
-        return {
-            "budget_bytes": self.budget,
-            "peak_bytes": self.peak,
-            "replay_ms": self.seconds * 1e3,
-            "replay_ms_of_full": self.profile.replay_seconds * 1e3,
-            "solver": self.solver,
-            "blocks": {name: str(treatment) for name, treatment in self.treatments.items()},
-        }
-
-    def __rich__(self) -> Table:
-        caption = (
-            f"Replay takes {self.seconds * 1e3:.3g} ms a step, of {self.profile.replay_seconds * 1e3:.3g} ms with "
-            "everything checkpointed"
-        )
-        if self.solver == "greedy":
-            caption += "; chosen by the greedy rule, since the solver ran out of time"
-        title = f"Memory plan: {format_size(self.peak)} of {format_size(self.budget)}"
-        table = Table("Blocks", "Treatment", title=title, caption=caption)
-        rows = ((block.name, str(self.treatments.get(block.name, Treatment()))) for block in self.profile.blocks)
-        for treatment, group in groupby(rows, itemgetter(1)):
-            table.add_row(names_of([name for name, _ in group]), treatment)
-        return table
+    choices: tuple[int, ...]
+    peak: int
+    causes: MemoryByCause
 
 
 News = Profile | BudgetPlan | MemoryByCause | str
@@ -131,7 +87,8 @@ class BudgetLoop:
     """Chooses what blocks keep, from measured steps, so that a step's peak stays within a budget.
 
     Call `begin_batch` before the forward pass of each batch, `end_backward` after its backward pass, and `end_step`
-    after the optimizer's step; `close`, or leaving it as a context manager, ends it and leaves the plan in place.
+    after the optimizer's step; `close`, or leaving it as a context manager, ends it and leaves the plan in place. What
+    happens between a step's end and the next batch, such as validation, does not count.
 
     Args:
         handle: the checkpointed blocks.
@@ -185,42 +142,42 @@ class BudgetLoop:
         self._ranks = ranks or Alone()
         self._names = handle.blocks
         self._open = contextlib.ExitStack()
-        reader = reader_for(device)
-        self.budget = policy.nbytes(reader.limit())
-        self._watched = Interval(reader)
-        self._timeline: Timeline | None = Timeline(self._names, marks_of(self._exact(reader)), self._gradients)
-        self._profiler: Profiler | None = None
+        self._reader = reader_for(device)
+        self.budget = policy.nbytes(self._reader.limit())
+        self._watched = Interval(self._reader)
+        self._resident = _Resident() if isinstance(self._reader, HostReader) else None
+        self._parameters = list(model.parameters())
+        self._timeline: Timeline | None = None
+        self._in_step = self._told = False
         self._ways: list[list[tuple[Treatment, Option]]] = []
+        self._peaks = PeakModel([])
         self.choices: tuple[int, ...] = ()
-        self._fitting: list[tuple[float, tuple[int, ...], int]] = []
-        self._rounds = 0
-        self._inputs = 0
-        self._told = False
+        self._fitting: list[_Tried] = []
+        self._rounds, self._patience = 0, _PATIENCE
+        self._profiled: dict[str, int] = {}  # the inputs of each block that what it keeps was measured for
+        self._largest: dict[str, int] = {}  # the inputs of each block in the largest batch whose peaks are known
         self.plan: BudgetPlan | None = None
         self.profile: Profile | None = None
-        if known is None or not self._start_with(known):
-            self._profiler = Profiler(model, len(self._names), progress=progress, measured=self._timeline.skip)
+        self._profiler = Profiler(model, len(self._names), progress=progress)
+        if not self._start_with(known):
             self._open.enter_context(self._profiler)
-            handle.observe(self._timeline, self._profiler)
-
-    def _exact(self, reader: MemoryReader) -> MemoryReader:
-        """What can tell the parts of a step apart."""
-        if not isinstance(reader, HostReader):
-            return reader
-        try:
-            return self._open.enter_context(ExactHostReader(reader))
-        except RuntimeError:  # somebody profiles, and PyTorch has one profiler at a time
-            return reader
+            handle.observe(self._profiler)
 
     @property
     def predicted(self) -> int:
         """The peak that a step is predicted to have under the present choices, in bytes; 0 before any was measured."""
-        return max(self._peaks.peaks(self.choices).values(), default=0) if self._ways else 0
+        return max(self._peaks.peaks(self.choices).values(), default=0)
 
     def begin_batch(self) -> None:
         """A batch's forward pass is about to begin."""
-        if self._timeline:
+        self._profiler.begin_batch()
+        if self._in_step and self._timeline:
             self._timeline.begin_batch()
+        elif not self._in_step:
+            self._in_step = True
+            self._watched.reset_peak()
+            if self._timeline:
+                self._timeline.start()
 
     def end_backward(self) -> None:
         """A batch's backward pass has ended."""
@@ -233,18 +190,16 @@ class BudgetLoop:
         Returns:
             What there is to tell: a plan that stands, the memory by cause, words. Each prints.
         """
-        if self._timeline is None:
+        self._in_step = False
+        if self.plan is not None:
             return list(self._watch())
-        peaks = self._timeline.end()
-        news = list(self._learn(peaks) if self._inputs else self._begin())
-        self._inputs = max(self._inputs, peaks.inputs)
-        if self._timeline:
-            self._timeline.start()
-        return news
+        if self._timeline is None:
+            return list(self._begin())
+        return list(self._learn(self._timeline.end()))
 
     def close(self) -> None:
         """Measure no longer."""
-        self._timeline = self._profiler = None
+        self._timeline = None
         self._handle.observe()
         self._open.close()
 
@@ -254,52 +209,76 @@ class BudgetLoop:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _start_with(self, known: Mapping[str, Any]) -> bool:
-        """Run an earlier run's plan, where it is one for these blocks and keeps to this budget."""
-        if known["peak"] > self.budget:
+    # --- the first steps ---
+
+    def _start_with(self, known: Mapping[str, Any] | None) -> bool:
+        """Run an earlier run's plan, where all ranks can: it is for these blocks, and keeps to their budgets."""
+        treatments, profile = _read(known)
+        fits = known is not None and profile is not None and known["peak"] <= self.budget
+        if self._ranks.most(int(not (fits and treatments.keys() <= set(self._names)))) or profile is None:
             return False
-        treatments = {name: Treatment.from_json(found) for name, found in known["treatments"].items()}
         try:
             self._handle.treat(treatments)
         except ValueError:
+            self._handle.treat({})
+        else:
+            self._take(profile)
+        if self._ranks.most(int(self.profile is None)):
+            self._handle.treat({})
+            self.profile = None
             return False
-        self._take(Profile.from_json(known["profile"]))
         self.choices = tuple(
             next((index for index, (way, _) in enumerate(ways) if way == treatments.get(name)), 0)
             for name, ways in zip(self._names, self._ways, strict=True)
         )
-        self._handle.observe(*filter(None, [self._timeline]))
         return True
 
     def _begin(self) -> Iterable[News]:
         """The first step is over: from here on there are gradients and optimizer state, and peaks tell."""
-        if self._profiler is None:
-            return
-        profile = self._ranks.from_first(self._profiler.profile())
-        self._take(profile)
-        self.choices = (0,) * len(self._names)
-        self._profiler = None
-        self._handle.observe(*filter(None, [self._timeline]))
-        yield profile
+        if self.profile is None:
+            profile, self._profiled = self._ranks.from_first((self._profiler.profile(), self._profiler.inputs))
+            if not profile.blocks:
+                if not self._told:
+                    self._told = True
+                    yield f"{self._policy}: no block has anything to save yet, so there is nothing to plan."
+                return
+            self._take(profile)
+            self.choices = (0,) * len(self._names)
+            yield profile
+        self._timeline = Timeline(self._names, marks_of(self._exact()), self._gradients)
+        self._handle.observe(self._timeline)
+
+    def _exact(self) -> MemoryReader:
+        """What can tell the parts of a step apart."""
+        if not isinstance(self._reader, HostReader):
+            return self._reader
+        try:
+            return self._open.enter_context(ExactHostReader(self._reader))
+        except RuntimeError:  # somebody profiles, and PyTorch has one profiler at a time
+            return self._reader
 
     def _take(self, profile: Profile) -> None:
-        self.profile = profile
         measured = {block.name: choices(block) for block in profile.blocks}
-        nothing = [(Treatment(), Option("never ran with anything to save", 0, 0, 0.0))]
-        self._ways = [measured.get(name, nothing) for name in self._names]
+        replayed = [(Treatment(), Option("replayed", 0, 0, 0.0))]
+        self._ways = [measured.get(name, replayed) for name in self._names]
         self._peaks = PeakModel([[option for _, option in ways] for ways in self._ways])
+        self.profile = profile
 
-    def _learn(self, peaks: Peaks) -> Iterable[News]:
+    # --- steps under a plan ---
+
+    def _learn(self, mine: Peaks) -> Iterable[News]:
         """One step has run under a plan."""
+        stretches, inputs = self._over_ranks(mine)
+        if not self._rounds and self._patience and _growth(inputs, self._profiled) < _SHORTER:
+            self._patience -= 1  # a batch as long as the profiled one may come again, and would exceed the plan
+            return
         self._rounds += 1
-        stretches = self._over_ranks(peaks.stretches)
-        if peaks.inputs > self._inputs:
-            self._peaks.scale(peaks.inputs / self._inputs)
-        if peaks.inputs >= _SHORTER * self._inputs:
+        causes = self._causes(mine)
+        peak = max(stretches.values())
+        if self._takes(inputs):
             self._peaks.observe(stretches, self.choices)
-            if max(stretches.values()) <= self.budget:
-                self._fitting.append((self._seconds(self.choices), self.choices, max(stretches.values())))
-        causes = self._causes(peaks)
+        if peak <= self.budget:
+            self._fitting.append(_Tried(self._seconds(self.choices), self.choices, peak, causes))
         if self._rounds == 2:
             yield causes
         plan = self._solve()
@@ -308,24 +287,41 @@ class BudgetLoop:
         else:
             self._apply(plan.choices)
 
+    def _takes(self, inputs: Mapping[str, int]) -> bool:
+        """Whether a step tells of the peak: its batch is the largest so far, or nearly so."""
+        growth = _growth(inputs, self._profiled)
+        if growth > 1:
+            self._peaks.scale(growth)
+            self._profiled = {name: round(size * growth) for name, size in self._profiled.items()}
+        known, growth = bool(self._largest), _growth(inputs, self._largest)
+        if growth > 1:
+            self._fitting.clear()  # of smaller batches
+        self._largest = {n: max(inputs.get(n, 0), self._largest.get(n, 0)) for n in {*inputs, *self._largest}}
+        return not known or growth >= _SHORTER
+
     def _settle(self, plan: Plan, causes: MemoryByCause) -> Iterable[News]:
         """Of the plans that have kept to the budget the fastest stays."""
-        _, best, peak = min(self._fitting, default=(0.0, plan.choices, plan.peak))
-        self._apply(best)
-        self.plan = self._described(best, peak, plan.solver, causes)
+        ours = min(self._fitting, key=lambda tried: tried.seconds, default=_Tried(0, plan.choices, plan.peak, causes))
+        best = self._ranks.from_first(ours)
+        self._apply(best.choices)
+        self.plan = self._described(best.choices, best.peak, plan.solver, best.causes)
         self.close()
-        self._watched.reset_peak()
         if self._rounds < 2:
             yield causes
         yield self.plan
-        if not self._fitting and not plan.fits:
+        if best.peak > self.budget:
             self._told = True
-            yield self._shortfall(plan.peak, causes)
+            yield self._shortfall(best.peak, causes)
+
+    # --- afterwards ---
 
     def _watch(self) -> Iterable[News]:
-        over = self._ranks.most(self._watched.peak() - self.budget)
-        self._watched.reset_peak()
-        if over <= 0 or self.plan is None:
+        assert self.plan is not None
+        peak = self._watched.peak()
+        if self._resident:
+            peak = self._resident.as_planned(peak, self.plan.peak)
+        over = self._ranks.most(peak - self.budget)
+        if over <= 0:
             return
         peak = self.budget + over
         self._peaks.lift(max(0, peak - self.predicted))
@@ -333,23 +329,26 @@ class BudgetLoop:
         if plan.choices == self.choices:  # nothing is left to replay
             if not self._told:
                 self._told = True
-                yield self._shortfall(peak, None)
+                yield self._shortfall(peak, self.plan.causes)
             return
         before = self._seconds(self.choices)
         self._apply(plan.choices)
         self.plan = self._described(plan.choices, plan.peak, plan.solver, self.plan.causes)
         yield (
-            f"{self._policy}: a step peaked at {format_size(peak)}, above the budget of {format_size(self.budget)}. "
-            f"From the next step on more is replayed: {plan.seconds * 1e3:.3g} ms a step instead of {before * 1e3:.3g}"
+            f"{self._policy}: a step peaked at {peak / GIB:.3g} GiB, above the budget of {self.budget / GIB:.3g} GiB. "
+            f"From the next step on more is replayed: {plan.seconds * 1e3:.3g} ms a batch instead of {before * 1e3:.3g}"
         )
 
-    def _over_ranks(self, peaks: dict[Stretch, int]) -> dict[Stretch, int]:
-        """The peaks of the rank with the least slack, stretch by stretch, as if its budget were this one's."""
-        merged: dict[Stretch, int] = {}
-        for budget, theirs in self._ranks.gather((self.budget, peaks)):
-            for stretch, peak in theirs.items():
-                merged[stretch] = max(merged.get(stretch, 0), peak - budget + self.budget)
-        return merged
+    def _over_ranks(self, mine: Peaks) -> tuple[dict[Stretch, int], dict[str, int]]:
+        """The peaks of the rank with the least slack, as if its budget were this one's, and the largest inputs."""
+        stretches: dict[Stretch, int] = {}
+        inputs: dict[str, int] = {}
+        for budget, theirs in self._ranks.gather((self.budget, mine)):
+            for stretch, peak in theirs.stretches.items():
+                stretches[stretch] = max(stretches.get(stretch, 0), peak - budget + self.budget)
+            for name, size in theirs.inputs.items():
+                inputs[name] = max(inputs.get(name, 0), size)
+        return stretches, inputs
 
     def _solve(self) -> Plan:
         return self._ranks.from_first(solve(self._peaks.options, self._peaks.phases(), self.budget))
@@ -359,22 +358,30 @@ class BudgetLoop:
         self._handle.treat(self._treatments(chosen))
 
     def _treatments(self, chosen: Sequence[int]) -> dict[str, Treatment]:
-        return {
-            name: ways[choice][0] for name, ways, choice in zip(self._names, self._ways, chosen, strict=True) if choice
-        }
+        each = zip(self._names, self._ways, chosen, strict=True)
+        return {name: ways[choice][0] for name, ways, choice in each if choice}
 
     def _seconds(self, chosen: Sequence[int]) -> float:
         return sum(ways[choice][1].seconds for ways, choice in zip(self._ways, chosen, strict=True))
 
     def _described(self, chosen: tuple[int, ...], peak: int, solver: str, causes: MemoryByCause | None) -> BudgetPlan:
         assert self.profile is not None
-        treatments, seconds = self._treatments(chosen), self._seconds(chosen)
-        return BudgetPlan(treatments, self.profile, self.budget, peak, seconds, solver, causes)
+        measured = {block.name for block in self.profile.blocks}
+        return BudgetPlan(
+            self._treatments(chosen),
+            self.profile,
+            tuple(name for name in self._names if name not in measured),
+            self.budget,
+            peak,
+            self._seconds(chosen),
+            solver,
+            causes,
+        )
 
     def _causes(self, peaks: Peaks) -> MemoryByCause:
         assert self.profile is not None
-        params = _nbytes([*self._model.parameters(), *self._model.buffers()])
-        optimizer = _nbytes(_tensors([optimizer.state for optimizer in self._optimizers]))
+        params = bytes_held([*self._model.parameters(), *self._model.buffers()])
+        optimizer = bytes_held(tensors_of([dict(optimizer.state) for optimizer in self._optimizers]))
         boundary = {block.name: block.boundary_bytes for block in self.profile.blocks}
         held = [
             (live, ways[choice][1].kept, boundary.get(name, 0))
@@ -382,7 +389,7 @@ class BudgetLoop:
         ]
         activations = max(0, sum(live * kept for live, kept, _ in held))
         boundaries = sum(size for live, _, size in held if live)
-        other = max(0, peaks.found - params - optimizer - self._gradients())
+        other = max(0, peaks.found - params - optimizer - peaks.gradients_found)
         known = params + peaks.gradients + optimizer + activations + boundaries + other
         return MemoryByCause(
             params=params,
@@ -396,30 +403,42 @@ class BudgetLoop:
         )
 
     def _gradients(self) -> int:
-        return _nbytes(parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)
+        return sum(local(parameter.grad).nbytes for parameter in self._parameters if parameter.grad is not None)
 
     def _shortfall(self, peak: int, causes: MemoryByCause | None) -> str:
-        short = peak - self.budget
         advice = causes.advice() if causes else None
         return (
-            f"{self._policy}: with everything checkpointed a step needs {peak / 2**30:.3g} GiB, "
-            f"{short / 2**30:.3g} GiB above the budget of {self.budget / 2**30:.3g} GiB. Training goes on with "
-            f"everything checkpointed. {advice or WHAT_ELSE_HELPS}"
+            f"{self._policy}: with everything checkpointed a step needs {peak / GIB:.3g} GiB, "
+            f"{(peak - self.budget) / GIB:.3g} GiB above the budget of {self.budget / GIB:.3g} GiB. Training goes on "
+            f"with everything checkpointed. {advice or WHAT_ELSE_HELPS}"
         )
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+class _Resident:
+    """A host's resident size against the allocator's bytes that plans are made in: only its growth tells."""
+
+    def __init__(self) -> None:
+        self._usual = self._steps = 0
+
+    def as_planned(self, peak: int, planned: int) -> int:
+        """What a step peaked at, counted as plans are; the first steps under a plan set what is usual."""
+        self._steps += 1
+        if self._steps <= _SETTLING:
+            self._usual = max(self._usual, peak)
+        return planned + max(0, peak - self._usual)
 
 
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of unique memory, of sharded tensors the shard that is here."""
-    local = (getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in tensors)
-    return unique_bytes((storage_id(t), t.untyped_storage().nbytes()) for t in local if t.layout is torch.strided)
+def _read(known: Mapping[str, Any] | None) -> tuple[dict[str, Treatment], Profile | None]:
+    """The treatments and the profile of a saved plan; none where it can't be read."""
+    try:
+        if known is None:
+            return {}, None
+        treatments = {name: Treatment.from_json(found) for name, found in known["treatments"].items()}
+        return treatments, Profile.from_json(known["profile"])
+    except (KeyError, TypeError):
+        return {}, None
+
+
+def _growth(inputs: Mapping[str, int], known: Mapping[str, int]) -> float:
+    """How many times the known inputs these are, by the block that grew most; 1 where no block is in both."""
+    return max((size / known[name] for name, size in inputs.items() if known.get(name)), default=1.0)

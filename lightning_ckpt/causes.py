@@ -16,7 +16,7 @@ _WORDS = {
     "temporaries": "temporaries, replayed activations among them",
     "other": "other: libraries, and whatever was there before",
 }
-# Below this share of the peak, activations are not what to save on.
+# Below this share of the model's own memory, activations are not what to save on.
 _LITTLE = 0.25
 
 
@@ -55,10 +55,9 @@ class MemoryByCause:
 
     def advice(self) -> str | None:
         """What to say where activations are not the problem; `None` where they are."""
-        with_all_kept = self.peak - self.activations - self.boundaries - self.temporaries + self.plain
-        if self.plain >= _LITTLE * with_all_kept:
-            return None
         fixed = self.params + self.gradients + self.optimizer
+        if self.plain >= _LITTLE * (fixed + self.plain):
+            return None
         return (
             f"Activations are not what fills the memory: blocks would keep {format_size(self.plain)} without "
             f"checkpointing, and parameters, gradients and optimizer state are {format_size(fixed)}. "

@@ -236,11 +236,16 @@ class CheckpointedForward:
             del block.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointedForward":
-        block, replaced = deepcopy((self.block, self.replaced), memo)
-        return CheckpointedForward(block, self.name, self.how, self.early_stop, replaced)
+        # Blocks that share an application share its copy, which nobody observes.
+        block, replaced, how = deepcopy((self.block, self.replaced, self.how), memo)
+        copied = CheckpointedForward(block, self.name, how, self.early_stop, replaced)
+        if self.contexts is not self.how.contexts:  # a plan's
+            copied.contexts = self.contexts
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointedForward, (self.block, self.name, self.how, self.early_stop, self.replaced)
+        made = CheckpointedForward, (self.block, self.name, self.how, self.early_stop, self.replaced)
+        return made if self.contexts else (*made, {"contexts": None})
 
 
 class Call:

@@ -1,6 +1,6 @@
 """A memory budget under `torch.compile`: the compiler chooses what to replay, and is told how much it may keep."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,15 @@ from lightning_ckpt.sizes import format_size
 from lightning_ckpt.training_step import LossFn
 
 
-def any_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Whether `torch.compile` was applied to one of these."""
-    return any(is_compiled(module) for module in modules)
+def all_compiled(model: nn.Module, blocks: Sequence[str]) -> bool:
+    """Whether each of these blocks is compiled, in part or as part of something that is."""
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    return bool(blocks) and all(any(_related(block, name) for name in compiled) for block in blocks)
+
+
+def _related(one: str, other: str) -> bool:
+    """Whether one module lies in the other, or is it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.") or not other
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ buffers and parameters of then, all of which are left as found. Nothing is held 
 memory it needs beyond the checkpointed forward pass is one block's own.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,12 +21,17 @@ from lightning_ckpt._compat import StorageWeakRef, storage_id, without_modes
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.checkpointed_forward import Application, Call
-from lightning_ckpt.measured_replay import count_saved, median_seconds, strided
+from lightning_ckpt.held import has_memory
+from lightning_ckpt.measured_replay import Saved, count_saved, median_seconds, strided
 from lightning_ckpt.operator_times import operator_calls, selections
 from lightning_ckpt.policies import Full, ReplayContexts
 from lightning_ckpt.profiles import BlockProfile, PartProfile, Profile
 from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards, install
 from lightning_ckpt.snapshot import Snapshot
+
+_log = logging.getLogger(__name__)
+
+_TABLES = frozenset(vars(nn.Module()))
 
 
 def profile_blocks(
@@ -72,6 +80,7 @@ def profile_blocks(
         try:
             for how in watched:
                 how.observers = (profiler,)
+            profiler.begin_batch()
             with torch.enable_grad():
                 output = run()
         finally:
@@ -93,22 +102,17 @@ class Profiler:
         total: how many blocks there are, for the progress bar.
         operators: whether operator calls and submodules are measured too.
         progress: whether to show a progress bar.
-        measured: called after each measurement, which was no part of the step.
+
+    Attributes:
+        inputs: for each block, the bytes of its inputs in the batch in which it was measured.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        total: int,
-        *,
-        operators: bool = True,
-        progress: bool = False,
-        measured: Callable[[], None] = lambda: None,
-    ) -> None:
-        own = (*model.parameters(), *model.buffers())
-        self._own = {storage_id(tensor) for tensor in own if tensor.layout is torch.strided}
+    def __init__(self, model: nn.Module, total: int, *, operators: bool = True, progress: bool = False) -> None:
+        self._model = model
+        self._own: set[int] = set()
         self._operators = operators
-        self._measured = measured
+        self._batch = 0
+        self.inputs: dict[str, int] = {}
         self._known: dict[Any, _Measured] = {}
         self._seen: dict[str, _Seen] = {}
         self._takers: dict[int, str] = {}  # which block was the first to take the memory of an input
@@ -124,26 +128,37 @@ class Profiler:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
+    def begin_batch(self) -> None:
+        """Another forward pass begins: a block's calls are those of the pass in which it was first seen."""
+        self._batch += 1
+
     def forward_begins(self, name: str) -> None:
         """Nothing is measured before a block has run."""
 
     def forward_ends(self, name: str, call: Call | None, tensors: Sequence[Tensor], output: Any) -> None:
         """Measure a block's call, unless one like it was measured."""
-        if call is None:
-            return
         seen = self._seen.get(name)
-        if seen is not None:
-            seen.calls += 1
+        if call is None or (seen is not None and seen.batch != self._batch):
             return
-        key = _signature(call, tensors)
-        if key not in self._known:
-            with without_modes():  # whoever watches operators must not count these, nor slow them down
-                self._known[key] = self._measure(call, tensors)
-            self._measured()
+        try:
+            # Whoever watches operators must not count these, nor slow them down.
+            with without_modes(), _attributes_kept(call.block):
+                measured = self._measured(call, tensors)
+        except Exception as error:
+            _log.warning("Block %r can't be measured, so it is replayed whole: %s", name, error)
+            return
+        self.inputs[name] = self.inputs.get(name, 0) + sum(tensor.nbytes for tensor in strided(tensors))
         results = strided(Arguments((output,), {}).take_tensors())
         outputs = [StorageWeakRef(result.untyped_storage()) for result in results]
-        self._seen[name] = _Seen(name, type(call.block).__name__, self._known[key], self._take(name, tensors), outputs)
-        self._progress.advance(self._task)
+        if seen is None:
+            boundary = self._take(name, tensors)
+            self._seen[name] = _Seen(name, type(call.block).__name__, measured, boundary, outputs, self._batch)
+            self._progress.advance(self._task)
+            return
+        seen.calls += 1
+        seen.boundary_bytes += self._take(name, tensors)
+        if measured.profile.kept_bytes > seen.measured.profile.kept_bytes:  # the largest of its calls counts
+            seen.measured, seen.outputs = measured, outputs
 
     def profile(self) -> Profile:
         """What was measured so far."""
@@ -175,8 +190,16 @@ class Profiler:
                 taken += tensor.untyped_storage().nbytes()
         return taken
 
-    def _measure(self, call: Call, tensors: Sequence[Tensor]) -> "_Measured":
+    def _measured(self, call: Call, tensors: Sequence[Tensor]) -> "_Measured":
+        """What is known of calls like this one; what it saves is counted each time, since likeness may deceive."""
+        self._own = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers()) if has_memory(t)}
         saved = count_saved(call, tensors, there=self._own)
+        key = _signature(call, tensors), saved
+        if key not in self._known:
+            self._known[key] = self._measure(call, tensors, saved)
+        return self._known[key]
+
+    def _measure(self, call: Call, tensors: Sequence[Tensor], saved: Saved) -> "_Measured":
         plain, seconds = self._seconds(call, tensors) if saved.count else (0.0, 0.0)
         profile = BlockProfile("", "", 1, saved.nbytes, 0, seconds)
         if self._operators:
@@ -198,19 +221,23 @@ class Profiler:
         for name, child in call.block.named_children():
             if "forward" in vars(child) or next(child.parameters(), None) is None:
                 continue
-            application = Application(Full(), 1, preserve_rng_state=True, determinism_check="none")
-            listener = _Listener()
-            application.observers = (listener,)
-            forward = install(child, name, application)
-            try:
-                kept = count_saved(call, tensors, there=self._own)
-            finally:
-                forward.remove()
-                application.observers = ()  # a listener whose calls hold it would outlive the block's activations
-            if listener.calls:
-                # Not while the block runs: its own hooks would see what a measurement saves.
-                seconds = self._seconds(*listener.calls[0])[1]
-                yield PartProfile(name, kept.nbytes, seconds * len(listener.calls))
+            with suppress(Exception):  # a part that can't be replayed alone is no option
+                yield from self._part(call, tensors, name, child)
+
+    def _part(self, call: Call, tensors: Sequence[Tensor], name: str, child: nn.Module) -> Iterator[PartProfile]:
+        application = Application(Full(), 1, preserve_rng_state=True, determinism_check="none")
+        listener = _Listener()
+        application.observers = (listener,)
+        forward = install(child, name, application)
+        try:
+            kept = count_saved(call, tensors, there=self._own)
+        finally:
+            forward.remove()
+            application.observers = ()  # a listener whose calls hold it would outlive the block's activations
+        if listener.calls:
+            # Not while the block runs: its own hooks would see what a measurement saves.
+            seconds = self._seconds(*listener.calls[0])[1]
+            yield PartProfile(name, kept.nbytes, seconds * len(listener.calls))
 
 
 class _Listener:
@@ -235,6 +262,7 @@ class _Seen:
     measured: "_Measured"
     boundary_bytes: int
     outputs: list[StorageWeakRef]
+    batch: int
     calls: int = 1
 
 
@@ -246,5 +274,23 @@ class _Measured:
 
 def _signature(call: Call, tensors: Sequence[Tensor]) -> Any:
     """What two blocks must share to be measured once."""
-    own = [(p.shape, p.dtype, p.requires_grad) for p in call.block.parameters()]
-    return repr(call.block), call.block.training, *own, *((t.shape, t.dtype, t.requires_grad) for t in tensors)
+    own = [(p.shape, p.dtype, p.requires_grad) for p in (*call.block.parameters(), *call.block.buffers())]
+    given = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+    return type(call.block), repr(call.block), call.block.training, *own, *given
+
+
+@contextmanager
+def _attributes_kept(block: nn.Module) -> Iterator[None]:
+    """Put back what replays change in a block's own attributes: a step counts its calls once, not once a replay."""
+    found = [(vars(module), _own_attributes(module)) for module in block.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in found:
+            attributes.update(before)
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes, builtin containers among them copied; PyTorch's own tables are left out."""
+    own = {name: value for name, value in vars(module).items() if name not in _TABLES and name != "forward"}
+    return {name: copy(value) if type(value) in (list, dict, set) else value for name, value in own.items()}

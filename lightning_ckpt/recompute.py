@@ -21,7 +21,7 @@ from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
 from lightning_ckpt.checkpointed_forward import Application, CheckpointedForward, DeterminismCheck, Observer
 from lightning_ckpt.coverage import Coverage, Portion
 from lightning_ckpt.owners import owner_of
-from lightning_ckpt.policies import Policy, keeping_calls, resolve_policy
+from lightning_ckpt.policies import Policy, ReplayContexts, keeping_calls, resolve_policy
 from lightning_ckpt.snapshot import Snapshot
 from lightning_ckpt.treatments import Treatment
 
@@ -92,26 +92,35 @@ class CheckpointedBlocks:
             treatments: by qualified name of a checkpointed block. All are checked before any holds.
 
         Raises:
-            ValueError: a block that is not checkpointed, or a submodule that its block does not have.
+            ValueError: a block that is not checkpointed, a submodule that its block does not have, or an operator that
+                this PyTorch does not have.
         """
         for name, treatment in treatments.items():
             if name not in self._forwards:
                 raise ValueError(f"{name!r} is no checkpointed block; those are: {', '.join(self._forwards)}")
             if treatment.kept == "rest" and treatment.part not in dict(self._forwards[name].block.named_modules()):
                 raise ValueError(f"block {name!r} has no submodule {treatment.part!r}")
+        contexts = {name: self._contexts(name, treatment) for name, treatment in treatments.items()}
         self._remove_parts()
         self._application.treated += 1
         for name, forward in self._forwards.items():
-            self._treat(forward, treatments.get(name, Treatment()))
+            forward.contexts = contexts.get(name, self._application.contexts)
+        for name, treatment in treatments.items():
+            if treatment.kept == "rest":
+                part = self._forwards[name].block.get_submodule(treatment.part)
+                self._parts.append(install(part, f"{name}.{treatment.part}", self._application))
 
-    def _treat(self, forward: CheckpointedForward, treatment: Treatment) -> None:
-        if treatment.kept == "rest":
-            part = forward.block.get_submodule(treatment.part)
-            self._parts.append(install(part, f"{forward.name}.{treatment.part}", self._application))
+    def _contexts(self, name: str, treatment: Treatment) -> ReplayContexts | None:
+        """What goes around a block's forward and replay; `None` where it runs plain."""
         if treatment.kept == "nothing":
-            forward.contexts = self._application.contexts
-        else:
-            forward.contexts = keeping_calls(treatment.calls) if treatment.kept == "calls" else None
+            return self._application.contexts
+        if treatment.kept != "calls":
+            return None
+        try:
+            return keeping_calls(treatment.calls)
+        except ValueError:
+            calls = ", ".join(treatment.calls)
+            raise ValueError(f"block {name!r}: this PyTorch lacks an operator among the calls {calls}") from None
 
     def _remove_parts(self) -> None:
         while self._parts:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -210,7 +211,7 @@ def _tensor(value: Tensor) -> tuple[Undo, int]:
 
 def _copied(value: Tensor) -> Callable[[Tensor], None] | None:
     """Copy the values and return what writes them back; None for a tensor that holds none or can't be written to."""
-    if value.is_meta or value.is_sparse or value.is_inference() or _overlaps(value):
+    if is_lazy(value) or value.is_meta or value.is_sparse or value.is_inference() or _overlaps(value):
         return None
     if type(value) not in (Tensor, nn.Parameter) or value.is_quantized or not value.numel():
         kept = value.detach().clone()

@@ -4,7 +4,7 @@ A step's peak is the highest of many, and what a plan adds to memory is there in
 and reset wherever a block begins or ends. Allocators keep their counts on the host, so nothing waits for a device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.checkpointed_forward import Call
+from lightning_ckpt.held import has_memory
 from lightning_ckpt.memory import Marks
 from lightning_ckpt.peak_model import Stretch
 
@@ -24,13 +25,15 @@ class Peaks:
         stretches: the highest memory of each stretch, in bytes.
         found: memory at its start, in bytes.
         gradients: bytes of gradients when its peak began.
-        inputs: bytes of the inputs of all blocks, of the step's largest batch.
+        gradients_found: bytes of gradients at its start.
+        inputs: for each block that ran, by name, the bytes of its inputs in the step's largest batch.
     """
 
-    stretches: dict[Stretch, int]
+    stretches: Mapping[Stretch, int]
     found: int
     gradients: int
-    inputs: int
+    gradients_found: int
+    inputs: Mapping[str, int]
 
     @property
     def highest(self) -> Stretch:
@@ -53,52 +56,41 @@ class Timeline:
     """
 
     def __init__(self, names: Sequence[str], marks: Marks, gradients: Callable[[], int] = lambda: 0) -> None:
+        self._names = names
         self._places = {name: place for place, name in enumerate(names)}
         self._marks = marks
         self._gradients = gradients
         self.start()
 
     def start(self) -> None:
-        """Forget everything, and start a step."""
-        self._live = [0] * len(self._places)
-        self._inputs = self._largest = 0
-        self._stretches: list[tuple[Stretch | None, int]] = []
+        """Forget everything, and start a step with its first batch."""
+        self._gradients_now = self._gradients_found = self._gradients()
+        self._peaks: dict[Stretch, int] = {}
+        self._found = self._highest = self._held = 0
+        self._largest: dict[str, int] = {}
         self._marks.mark()
         self._marks.marked()
-        self._turn("found", -1)
-        self._turn("start", -1)
+        self._waiting: list[tuple[Stretch | None, int]] = [(None, 0)]
+        self.begin_batch()
+        self._found = self._marks_so_far()
 
     def begin_batch(self) -> None:
-        """Start the forward pass of one batch of the step."""
-        self._inputs = 0
+        """Start the forward pass of a batch of the step."""
+        self._inputs: dict[str, int] = {}
         self._live = [0] * len(self._places)
         self._turn("start", -1)
 
     def end_backward(self) -> None:
-        """What follows is the optimizer's."""
+        """What follows is the optimizer's, or another batch."""
         self._live = [0] * len(self._places)
         self._turn("optimizer", -1)
+        self._fold()
 
-    def end(self) -> "Peaks":
+    def end(self) -> Peaks:
         """End the step and return its peaks."""
-        self._marks.mark()
-        found, *marked = self._marks.marked()
-        stretches: dict[Stretch, int] = {}
-        highest, gradients = 0, 0
-        for (stretch, held), peak in zip(self._stretches[1:], marked, strict=True):
-            if stretch is None:
-                continue
-            stretches[stretch] = max(stretches.get(stretch, 0), peak)
-            if peak > highest:
-                highest, gradients = peak, held
-        return Peaks(stretches, found, gradients, self._largest)
-
-    def skip(self) -> None:
-        """Leave out what has happened since the stretch began: it was no part of the step."""
-        (stretch, gradients) = self._stretches[-1]
-        self._stretches[-1] = None, 0
-        self._stretches.append((stretch, gradients))
-        self._marks.mark()
+        self._turn("optimizer", -1)
+        self._fold()
+        return Peaks(dict(self._peaks), self._found, self._held, self._gradients_found, dict(self._largest))
 
     def forward_begins(self, name: str) -> None:
         """A block is about to run."""
@@ -113,8 +105,8 @@ class Timeline:
         if place is None:
             return
         self._turn("after", place)
-        self._inputs += sum(tensor.nbytes for tensor in tensors)
-        self._largest = max(self._largest, self._inputs)
+        self._inputs[name] = self._inputs.get(name, 0) + sum(t.nbytes for t in tensors if has_memory(t))
+        self._largest[name] = max(self._largest.get(name, 0), self._inputs[name])
         begun = _Once(self, place)
         for tensor in Arguments((output,), {}).take_tensors():
             if tensor.requires_grad:
@@ -126,9 +118,27 @@ class Timeline:
         self._turn("backward", place)
 
     def _turn(self, what: str, block: int) -> None:
-        if self._stretches:
-            self._marks.mark()
-        self._stretches.append((Stretch(what, block, tuple(self._live)), self._gradients()))
+        self._marks.mark()
+        if what in ("backward", "optimizer"):  # a forward pass makes no gradients
+            self._gradients_now = self._gradients()
+        self._waiting.append((Stretch(what, block, tuple(self._live)), self._gradients_now))
+
+    def _marks_so_far(self) -> int:
+        """The peak of what came before the first batch began: no time at all, so what there was."""
+        *_, found = self._marks.marked()
+        del self._waiting[0]
+        return found
+
+    def _fold(self) -> None:
+        """Take the peaks of all stretches that have ended; a step of many batches must not pile them up."""
+        ended = self._marks.marked()
+        for (stretch, held), peak in zip(self._waiting, ended, strict=False):
+            if stretch is None:
+                continue
+            self._peaks[stretch] = max(self._peaks.get(stretch, 0), peak)
+            if peak > self._highest:
+                self._highest, self._held = peak, held
+        del self._waiting[: len(ended)]
 
 
 class _Once:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ckpt import ActivationCheckpointing, MemoryBudget, estimate_memory
-from lightning_ckpt.compiled_budget import any_compiled, compiled_budget
+from lightning_ckpt.compiled_budget import all_compiled, compiled_budget
 from lightning_ckpt.memory import AllocatorReader
 from modules import Language, fit
 from zoo import GPT, ZOO
@@ -129,9 +129,16 @@ def test_the_callback_leaves_the_choice_to_the_compiler(whole: bool, caplog: Any
     assert any("the compiler chooses what to recompute" in record.message for record in caplog.records)
 
 
-def test_compiled_modules_are_told() -> None:
-    """Compiled in place or wrapped, and not where nothing is."""
+def test_compiled_blocks_are_told() -> None:
+    """All of them, in part, or within something compiled; a compiled head beside eager blocks does not count."""
+    blocks = ["blocks.0", "blocks.1"]
     model = GPT(depth=2)
-    assert not any_compiled(model.modules())
+    model.head.compile(backend="eager")
+    assert not all_compiled(model, blocks)
     model.blocks[0].compile(backend="eager")
-    assert any_compiled(model.modules())
+    assert not all_compiled(model, blocks)
+    model.blocks[1].mlp.compile(backend="eager")
+    assert all_compiled(model, blocks)
+    whole = GPT(depth=2)
+    whole.blocks.compile(backend="eager")
+    assert all_compiled(whole, blocks)

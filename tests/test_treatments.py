@@ -8,7 +8,7 @@ import torch
 from equality import Replays, assert_equal, trace, twins
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.profiles import BlockProfile, PartProfile, SelectionProfile
-from lightning_ckpt.profiling import profile_blocks
+from lightning_ckpt.profiling import Profiler, profile_blocks
 from lightning_ckpt.recompute import checkpoint_blocks
 from lightning_ckpt.treatments import Treatment, choices
 from zoo import GPT, ZOO, mlp
@@ -122,15 +122,46 @@ def test_a_wrong_name_changes_nothing() -> None:
     del loss
 
 
-def test_a_copy_of_a_treated_block_trains_as_its_original() -> None:
-    """A deep copy keeps what is kept, with its own weights."""
-    model = mlp(2)
+def test_a_copy_of_a_treated_model_keeps_what_its_original_keeps() -> None:
+    """By bytes and by gradients, with its own weights; and what watches the original sees nothing of it."""
+    model = GPT(depth=2)
+    ids = torch.randint(0, 50, (4, 16))
     with checkpoint_blocks(model) as handle:
-        handle.treat({"0": Treatment("everything"), "1": Treatment("calls", calls=("aten.addmm.default#0",))})
+        handle.treat({"blocks.0": Treatment("everything"), "blocks.1": Treatment("calls", ("aten.addmm.default#0",))})
+        profiler = Profiler(model, 2, operators=False)
+        handle.observe(profiler)
         twin = copy.deepcopy(model)
-    x = torch.randn(4, 64)
-    model(x).sum().backward()
-    twin(x).sum().backward()
+        held = []
+        for each in (twin, model):
+            torch.manual_seed(0)
+            with AllocatorReader() as reader:
+                loss = each(ids).sum()
+                held.append(reader.current())
+            if each is twin:
+                assert not profiler.profile().blocks
+            loss.backward()
+            del loss
+    assert held[0] == pytest.approx(held[1], rel=0.05)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert mine is not theirs
         assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_an_operator_that_is_not_there_changes_nothing() -> None:
+    """A plan of another PyTorch is refused whole, with the block and its calls."""
+    model = GPT(depth=2)
+    handle = checkpoint_blocks(model, "auto")
+    missing = Treatment("calls", calls=("aten.nosuch.default#0",))
+    with pytest.raises(
+        ValueError, match=r"block 'blocks.1': this PyTorch lacks an operator among the calls aten.nosuch"
+    ):
+        handle.treat({"blocks.0": Treatment("everything"), "blocks.1": missing})
+    with AllocatorReader() as reader:
+        loss = model(torch.randint(0, 50, (2, 8))).sum()
+        held = reader.current()
+    del loss
+    handle.treat({})
+    with AllocatorReader() as reader:
+        loss = model(torch.randint(0, 50, (2, 8))).sum()
+        assert reader.current() == held
+    del loss

@@ -10,7 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_ckpt.budget_loop import Alone, BudgetLoop, BudgetPlan, News, Ranks
+from lightning_ckpt.budget_loop import Alone, BudgetLoop, News, Ranks
+from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._trainer import step_axis
 from lightning_ckpt.causes import MemoryByCause
 from lightning_ckpt.policies import MemoryBudget
@@ -35,13 +36,19 @@ class BudgetRun:
     ) -> None:
         self._trainer = trainer
         self._handle = handle
+        self._known = known
         self._steps = trainer.global_step
+        self._stepped = False
+        self._logged: BudgetPlan | None = None
+        optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
+        # A module that optimizes by hand may step an optimizer that Lightning does not count.
+        self._hooks = [optimizer.register_step_post_hook(self._take_step) for optimizer in optimizers]
         ranks: Ranks = Processes() if trainer.world_size > 1 else Alone()
         self._loop = BudgetLoop(
             handle,
             pl_module,
             policy,
-            optimizers=[optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)],
+            optimizers=optimizers,
             device=trainer.strategy.root_device,
             ranks=ranks,
             known=known,
@@ -53,6 +60,10 @@ class BudgetRun:
         """The plan that stands."""
         return self._loop.plan
 
+    def state(self) -> dict[str, Any] | None:
+        """What a resumed run starts with."""
+        return self._loop.plan.to_json() if self._loop.plan else dict(self._known) if self._known else None
+
     def begin_batch(self) -> None:
         self._loop.begin_batch()
 
@@ -60,14 +71,22 @@ class BudgetRun:
         self._loop.end_backward()
 
     def end_batch(self) -> None:
-        if self._trainer.global_step == self._steps:
+        if self._trainer.global_step == self._steps and not self._stepped:
             return  # gradients are gathered over further batches
-        self._steps = self._trainer.global_step
+        self._steps, self._stepped = self._trainer.global_step, False
         for news in self._loop.end_step():
             self._tell(news)
+        if self._loop.plan is not self._logged:
+            self._logged = self._loop.plan
+            self._log_plan()
 
     def close(self) -> None:
         self._loop.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _take_step(self, *_: Any) -> None:
+        self._stepped = True
 
     @rank_zero_only
     def _tell(self, news: News) -> None:
@@ -75,14 +94,19 @@ class BudgetRun:
             rank_zero_info(news)
             return
         Console().print(news)
-        for logger in self._trainer.loggers:
-            if isinstance(news, MemoryByCause):
+        if isinstance(news, MemoryByCause):
+            for logger in self._trainer.loggers:
                 logger.log_metrics(news.figures(), step=step_axis(self._trainer))
-            elif isinstance(news, BudgetPlan):
-                coverage = self._handle.report()
-                blocks = [portion.name for portion in coverage.checkpointed]
-                config = {"policy": coverage.policy, "blocks": blocks, "plan": news.summary()}
-                logger.log_hyperparams({"activation_checkpointing": config})
+
+    @rank_zero_only
+    def _log_plan(self) -> None:
+        if self._logged is None:
+            return
+        coverage = self._handle.report()
+        blocks = [portion.name for portion in coverage.checkpointed]
+        config = {"policy": coverage.policy, "blocks": blocks, "plan": self._logged.summary()}
+        for logger in self._trainer.loggers:
+            logger.log_hyperparams({"activation_checkpointing": config})
 
 
 class Processes:

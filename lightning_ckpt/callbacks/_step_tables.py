@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_ckpt.budget_loop import BudgetPlan
+from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._trainer import callbacks_of
 from lightning_ckpt.callbacks._trials import Trial

@@ -7,13 +7,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 
 from lightning_ckpt.blocks import Blocks, find_blocks
-from lightning_ckpt.budget_loop import BudgetPlan
+from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._budget_run import BudgetRun
 from lightning_ckpt.callbacks._compiled_run import CompiledRun
 from lightning_ckpt.callbacks._trainer import callbacks_of, is_compiled_whole, set_callbacks
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
-from lightning_ckpt.compiled_budget import any_compiled
+from lightning_ckpt.compiled_budget import all_compiled
 from lightning_ckpt.coverage import Coverage
 from lightning_ckpt.policies import MemoryBudget, Policy, resolve_policy
 from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
@@ -121,11 +121,16 @@ class ActivationCheckpointing(Callback):
         policy = resolve_policy(self.policy)
         if self._handle is None or not isinstance(policy, MemoryBudget):
             return
-        if is_compiled_whole(pl_module) or any_compiled(pl_module.modules()):
+        if is_compiled_whole(pl_module) or all_compiled(pl_module, self._handle.blocks):
             self._handle.remove()  # what is compiled chooses by itself
             self._compiled_run = CompiledRun(trainer, pl_module, policy)
-        else:
-            self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, self._known)
+        elif self._to_check == 0 or self.determinism_check != "values":
+            self._plan(trainer, pl_module, policy)
+
+    def _plan(self, trainer: Trainer, pl_module: LightningModule, policy: MemoryBudget) -> None:
+        assert self._handle is not None
+        known, self._known = self._known, None
+        self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, known)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._budget_run:
@@ -140,10 +145,10 @@ class ActivationCheckpointing(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if self._budget_run:
             self._budget_run.end_batch()
-        self._check_values_no_longer()
+        self._check_values_no_longer(trainer, pl_module)
 
-    def _check_values_no_longer(self) -> None:
-        """Once as many batches were checked as were asked for."""
+    def _check_values_no_longer(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Once as many batches were checked as were asked for; a plan waits for it, since the check takes memory."""
         if self._handle is None or self._handle.determinism_check != "values" or self.check_steps is None:
             return
         self._to_check -= 1
@@ -152,9 +157,13 @@ class ActivationCheckpointing(Callback):
             rank_zero_info(
                 f"Every replayed value of {self.check_steps} batches was that of its forward; the check is off now."
             )
+            policy = resolve_policy(self.policy)
+            if isinstance(policy, MemoryBudget) and self._compiled_run is None:
+                self._plan(trainer, pl_module, policy)
 
     def state_dict(self) -> dict[str, Any]:
-        known = self.plan.to_json() if self.plan else self._known
+        last = self._last_plan.to_json() if self._last_plan else None
+        known = self._budget_run.state() if self._budget_run else self._known or last
         return {"plan": known} if known else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
