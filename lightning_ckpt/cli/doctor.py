@@ -112,13 +112,21 @@ def _examine(options: Namespace, conditions: "Conditions") -> dict[str, Finding]
 def table(target: str, findings: dict[str, Finding]) -> "Table":
     """Return the findings for a person: evidence, and under it what to type."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     counts = {status: sum(f.status == status for f in findings.values()) for status in _STYLES}
     caption = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    printed = Table("check", "", "evidence", title=target, caption=caption, box=SIMPLE_HEAD, show_edge=False)
-    for name, finding in _folded(findings).items():
+    printed = Table(
+        "check",
+        "",
+        Column("evidence", overflow="fold"),
+        title=target,
+        caption=caption,
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
+    for name, finding in _folded(findings):
         said = Text(finding.evidence)
         if finding.cure:
             said.append(f"\n→ {finding.cure}", style="bold")
@@ -126,15 +134,15 @@ def table(target: str, findings: dict[str, Finding]) -> "Table":
     return printed
 
 
-def _folded(findings: dict[str, Finding]) -> dict[str, Finding]:
+def _folded(findings: dict[str, Finding]) -> list[tuple[str, Finding]]:
     """The findings with those in one row that are skipped for one reason, where the first of them stands."""
     alike: dict[str, list[str]] = {}
     for name, finding in findings.items():
         alike.setdefault(finding.evidence if finding.status == "skip" else name, []).append(name)
-    return dict(_row(names, findings[names[0]]) for names in alike.values())
+    return [_row(names, findings[names[0]]) for names in alike.values()]
 
 
 def _row(names: list[str], finding: Finding) -> tuple[str, Finding]:
     if len(names) == 1:
         return names[0], finding
-    return ", ".join(names), Finding("skip", f"{finding.evidence} ({len(names)} checks)")
+    return f"{len(names)} checks", Finding("skip", f"{finding.evidence}: {', '.join(names)}")
