@@ -64,3 +64,32 @@ def test_the_value_checks_cost_is_the_measured_one() -> None:
     times = [float(time) for time in re.findall(r"^\| [^|]* \| ([\d.]+) ms", page, flags=re.MULTILINE)]
     text = " ".join((DOCS / "exact-replay.md").read_text(encoding="utf-8").split())
     assert f"takes about {times[1] / times[0]:.1f} times as long" in text
+
+
+def test_the_budgets_figures_are_the_measured_ones() -> None:
+    """Shares, errors and ratios on the page, and on the front page, are the committed benchmark's."""
+    results = (DOCS.parent / "benchmarks/results/planner_cpu_202611.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in results.splitlines() if line.startswith("|")][
+        2:
+    ]
+    shares = [float(share) for row in rows for share in re.findall(r"\(([\d.]+)%\)", row[3])]
+    ratios = [float(row[-1]) for row in rows]
+    page = " ".join((DOCS / "memory-budget.md").read_text(encoding="utf-8").split())
+    assert len(rows) == 18
+    assert "Peaks at or under the budget in every one: yes" in results
+    assert f"{min(shares):.1f} to {max(shares):.1f} % of it used" in page
+    off = re.search(r"against the measured one: ([\d.]+)% off \(median\), ([\d.]+)% \(worst\)", results)
+    uneven = re.search(r"uneven models: ([\d.]+) \(median\).*even models: ([\d.]+) \(median\)", results)
+    assert off is not None
+    assert uneven is not None
+    assert f"{off[1]} % off (median), {off[2]} % in the worst case" in page
+    assert f"{uneven[1]} of it on models whose blocks differ (median), {uneven[2]} on equal blocks" in page
+    assert f"{uneven[1]} of it on models whose blocks differ (median)" in (DOCS.parent / "README.md").read_text()
+    assert sum(ratio > 1 for ratio in ratios) == 2
+    assert f"by {max(ratios) - 1:.0%}".replace("%", " %") in page
+
+
+def test_no_page_waits_to_be_written() -> None:
+    """No placeholder is left."""
+    for page in [*PAGES, DOCS.parent / "README.md"]:
+        assert not re.findall(r"PLACEHOLDER|FIGURES|TODO|TBD", page.read_text(encoding="utf-8")), page
