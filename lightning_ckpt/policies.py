@@ -238,13 +238,15 @@ class MemoryBudget:
         if isinstance(self.budget, float) and 0 < self.budget <= 1:
             return
         try:
-            if isinstance(self.budget, float):
-                raise ValueError(self.budget)
+            if isinstance(self.budget, float) or (isinstance(self.budget, int) and self.budget < 2**10):
+                raise ValueError("")  # 1 and 40 are no bytes: 1.0 and "40GiB" are meant
             parse_size(self.budget)
-        except ValueError:
+        except ValueError as error:
+            _, _, near = str(error).partition("; ")
             raise ValueError(
                 f"MemoryBudget(budget={self.budget!r}): accepted are a fraction of the device's memory, above 0 and up "
-                'to 1.0, and a size: "40GiB", or a whole number of bytes'
+                'to 1.0, and a size: "40GiB", or a whole number of bytes, at least a KiB'
+                f"{near and f'; {near}'}"
             ) from None
 
     def __str__(self) -> str:

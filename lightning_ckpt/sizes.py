@@ -23,9 +23,15 @@ def parse_size(size: str | int, *, name: str = "size") -> int:
     if number < 1 or not number.is_integer():
         raise ValueError(
             f"{name}={size!r} is not a size: give a whole number of bytes, at least 1, or a number with "
-            f'{", ".join(UNITS)}, like "8MiB"'
+            f'{", ".join(UNITS)}, like "8MiB"{_near(str(size))}'
         )
     return int(number)
+
+
+def _near(size: str) -> str:
+    """A size in binary units for one in units of 1000, or in other letters."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt])i?b?\s*", size, flags=re.IGNORECASE)
+    return f'; did you mean "{match[1]}{match[2].upper()}iB"?' if match else ""
 
 
 def format_size(size: int | float) -> str:

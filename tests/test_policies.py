@@ -244,7 +244,7 @@ def test_a_budget_is_a_share_or_a_size(budget: Any, limit: int | None, nbytes: i
     assert MemoryBudget(budget).nbytes(limit) == nbytes
 
 
-@pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, float("nan"), "40GB", "", 0, -1, True, None, [1]])
+@pytest.mark.parametrize("budget", [0.0, -0.5, 1.5, float("nan"), "40GB", "", 0, -1, 1, 40, True, None, [1]])
 def test_what_is_no_budget_is_refused(budget: Any) -> None:
     """The message names the argument, the value and what is accepted."""
     with pytest.raises(ValueError, match=re.escape(f"MemoryBudget(budget={budget!r}): accepted are a fraction")):
@@ -279,3 +279,9 @@ def test_single_calls_are_kept_by_their_place() -> None:
         with Count(), context:
             (x @ weight).exp() @ weight
     assert ran.count("aten.mm.default") == 3
+
+
+def test_a_size_in_other_units_is_answered_with_the_right_ones() -> None:
+    """Cards and error messages say GB: the unit that is meant is offered."""
+    with pytest.raises(ValueError, match=r'did you mean "40GiB"\?'):
+        MemoryBudget("40GB")
