@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 when all is well, or there is no argument and the help is printed; 1 when what was asked about is not so;
-        2 when the command can't be carried out as written.
+        2 when the command can't be carried out as written; 141 when nobody reads the output any longer.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Threads that wait sleep instead of spinning: on a shared core a step would take ten times as long. It counts for
@@ -43,7 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(words)
         run: Callable[[Namespace], int] = COMMANDS[options.subcommand].run
-        return run(options[options.subcommand])
+        code = run(options[options.subcommand])
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever reads the output has read enough, as `head` does: what is left is let go, with the code of that signal.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     except (ArgumentError, UsageError) as error:
         if "--traceback" in words:
             traceback.print_exception(error)
@@ -76,6 +82,11 @@ def _parser() -> ArgumentParser:
 def _one_line(message: str) -> str:
     """The parser's own messages span lines, and name options and types as Python does."""
     message = re.sub(r'Parser key "([\w.]+)":', r"--\1:", message)
-    message = re.sub(r"(required: )\w+\.(\w+)", lambda found: found[1] + found[2].upper(), message)
+    message = re.sub(rf"\b(?:{'|'.join(COMMANDS)})\.(\w+)(?=,|$)", lambda found: _written(found[1]), message)
     message = message.replace("a <class 'int'>", "a whole number")
     return re.sub(r"\s+", " ", message).strip()
+
+
+def _written(argument: str) -> str:
+    """An argument as it is typed: `TARGET`, `--device-memory`."""
+    return argument.upper() if argument in ("target", "path") else f"--{argument.replace('_', '-')}"

@@ -1,6 +1,7 @@
 """`lightning-ckpt explain`: the numbers, the drawing, and its errors."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -88,7 +89,8 @@ def test_json_holds_every_number_in_bytes(capsys: pytest.CaptureFixture[str]) ->
         (["explain", "--layers", "x"], "--layers: Expected a whole number. Got value: x"),
         (["explain", "--colour"], "unrecognized arguments: --colour"),
         (["explian"], "invalid choice: 'explian' (choose from"),
-        (["blocks"], "the following arguments are required: TARGET"),
+        (["blocks"], "the following arguments are required: TARGET\n"),
+        (["estimate"], "the following arguments are required: TARGET, --device-memory\n"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_two(
@@ -155,3 +157,13 @@ def test_explain_does_not_wait_for_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """As with `lightning-ckpt explain | head -1`: no traceback, and the exit code that shells give to a closed pipe."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", "import sys; from lightning_ckpt.cli import main; sys.exit(main(['explain']))"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
