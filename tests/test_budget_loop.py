@@ -101,8 +101,9 @@ class Training:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(  # the benchmark has all eighteen
+    ("name", "fraction"), [*((name, 0.5) for name in WORKLOADS), ("U-Net", 0.25), ("MoE", 0.75)]
+)
 def test_the_peak_stays_under_the_budget_and_uses_it(name: str, fraction: float) -> None:
     """Every step's peak keeps to the budget, from the first on, and the plan stands within five steps of the first."""
     with Training(WORKLOADS[name]).counted() as training:
