@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever reads the output has read enough, as `head` does: what is left is let go, with the code of that signal.
+        # Whoever reads the output has read enough, as `head` does: the rest is let go, with the code of that signal.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     except (ArgumentError, UsageError) as error:
