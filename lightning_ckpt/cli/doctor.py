@@ -88,7 +88,7 @@ def _examine(options: Namespace, conditions: "Conditions") -> dict[str, Finding]
     from rich.console import Console
 
     from lightning_ckpt.cli._checks import examine, quiet
-    from lightning_ckpt.cli._findings import OutOfMemory
+    from lightning_ckpt.cli._findings import NotApplicable
     from lightning_ckpt.cli._fresh import measure_fresh
     from lightning_ckpt.cli._measurement import Measurement, Request
     from lightning_ckpt.cli._patient import Patient
@@ -97,12 +97,28 @@ def _examine(options: Namespace, conditions: "Conditions") -> dict[str, Finding]
     asked = {"target": options.target, "steps": options.steps, "seed": options.seed, "blocks": options.blocks}
 
     @cache
+    def outcome(checkpointed: bool) -> Measurement | NotApplicable:
+        try:
+            return measure_fresh(Request(policy=options.policy if checkpointed else "none", **asked))
+        except NotApplicable as reason:
+            return reason
+        except UsageError as error:
+            if "No repeated block was found" not in str(error):
+                raise
+            return NotApplicable("there are no blocks")  # which is a finding of its own
+
     def measure(checkpointed: bool) -> Measurement:
-        return measure_fresh(Request(policy=options.policy if checkpointed else "none", **asked))
+        found = outcome(checkpointed)
+        if isinstance(found, NotApplicable):
+            raise found
+        return found
 
     console = Console(stderr=True)
     for checkpointed in (False, True):
-        with console.status(f"Training {f'with {options.policy}' if checkpointed else 'plain'}"), suppress(OutOfMemory):
+        with (
+            console.status(f"Training {f'with {options.policy}' if checkpointed else 'plain'}"),
+            suppress(NotApplicable),
+        ):
             measure(checkpointed)
     L.seed_everything(options.seed, verbose=False)
     with console.status("Looking closer"), quiet():

@@ -643,3 +643,25 @@ def test_what_is_mistyped_is_one_line(capsys: pytest.CaptureFixture[str], argume
     captured = capsys.readouterr()
     assert text in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_target_without_blocks_is_examined_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That nothing is covered is a finding with its cure, exit code 1, and the other checks are skipped or made."""
+    target = tmp_path / "plain.py"
+    target.write_text(
+        "import torch, lightning as L\n"
+        "class Plain(L.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(8, 8)\n"
+        "    def training_step(self, batch, index):\n"
+        "        return self.layer(batch).square().mean()\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.SGD(self.parameters(), 0.1)\n"
+        "def training():\n"
+        "    return Plain(), torch.randn(4, 8)\n"
+    )
+    assert main(["doctor", f"{target}:training", "--json"]) == 1
+    findings = {row["check"]: row["status"] for row in json.loads(capsys.readouterr().out)["findings"]}
+    assert (findings["blocks covered"], findings["slowdown"]) == ("fail", "skip")
