@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 import wandb
+
 from lightning_ckpt import dashboard
 from lightning_ckpt.callbacks._step_rows import KEYS
 from lightning_ckpt.cli import main
