@@ -7,7 +7,6 @@ second block" suits it. `MemoryBudget` measures each block on the first batch, a
 CPU the script counts every byte of PyTorch's allocator; on a card leave the reader out, and its counters are used.
 """
 
-import gc
 import warnings
 
 import lightning as L
@@ -73,7 +72,6 @@ class Peak(L.Callback):
 def train(policy: str | MemoryBudget) -> tuple[int, ActivationCheckpointing | None]:
     """Train eight steps, and return the last one's peak and the callback."""
     L.seed_everything(0, verbose=False)
-    gc.collect()  # what an earlier run has left must not be freed while this one is counted
     callback = None if policy == "none" else ActivationCheckpointing(policy, monitor=False)
     with AllocatorReader() as reader, use_reader(reader):
         peak = Peak(reader)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,8 +14,22 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._C._autograd import (
+    _disable_profiler,
+    _disable_profiler_legacy,
+    _enable_profiler,
+    _enable_profiler_legacy,
+    _prepare_profiler,
+    _profiler_enabled,
+)
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -24,7 +38,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.autograd.profiler import profile
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -59,30 +72,45 @@ __all__ = [
 
 
 class AllocationRecording:
-    """The CPU allocator's events since this was made, or since the last restart.
+    """What the CPU allocator does from here on: every block that is allocated, and the free of each of these.
 
-    The public profiler reports memory summed by operator, which hides the peak within one. The raw events behind it
-    (`kineto_results.events()` named `[memory]`, with `nbytes()`, `start_ns()` and `device_type()`) have no public door.
+    The public profiler reports memory summed by operator, which hides the peak within one. The events behind it have no
+    public door. A free is told with the size of whatever PyTorch last recorded at that address, which for a block of
+    before may be another, long gone: so only blocks whose allocation was seen count.
     """
 
     def __init__(self) -> None:
         _refuse_a_second_profiler()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or some builds tell of every start and stop on the terminal
-        self._profile = _started()
+        self._held: set[int] = set()
+        _start()
 
     def restart(self) -> list[int]:
         """Return the deltas so far, in bytes and in order of time, and record on."""
         with _no_collection():
-            ended, self._profile = _stopped(self._profile), _started()
-        return _deltas(ended)
+            ended = _disable_profiler()
+            _start()
+        return [nbytes for _, nbytes in self._events(ended)]
 
     def stop(self) -> list[int]:
         """Return the deltas so far, in bytes and in order of time, and stop recording."""
-        return _deltas(_stopped(self._profile))
+        return [nbytes for _, nbytes in self.stop_timed()]
 
     def stop_timed(self) -> list[tuple[int, int]]:
         """As `stop`, with the time of each delta: (nanoseconds since the epoch, bytes)."""
-        return _events(_stopped(self._profile))
+        return self._events(_disable_profiler())
+
+    def _events(self, ended: Any) -> list[tuple[int, int]]:
+        told = [event for event in ended.experimental_event_tree() if event.tag == _EventType.Allocation]
+        events = []
+        # Sorted by time alone: of two events in one nanosecond the recorded order is the true one.
+        for event in sorted(told, key=attrgetter("start_time_ns")):
+            block, nbytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+            if event.extra_fields.device.type != "cpu" or (nbytes < 0 and block not in self._held):
+                continue
+            (self._held.add if nbytes > 0 else self._held.discard)(block)
+            events.append((event.start_time_ns, nbytes))
+        return events
 
 
 def allocations_during(call: Callable[[], Any]) -> tuple[Any, list[int]]:
@@ -92,7 +120,7 @@ def allocations_during(call: Callable[[], Any]) -> tuple[Any, list[int]]:
     to start, and prints two lines to stderr each time. This is the profiler before it, which has no public door.
     """
     _refuse_a_second_profiler()
-    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+    _enable_profiler_legacy(_configured(ProfilerState.CPU))
     try:
         result = call()
     finally:
@@ -145,30 +173,19 @@ class CudaAllocationHistory:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _started() -> Any:
-    # `torch.profiler.profile` around it costs more at each stop, and its schedule is of no use here.
-    recording: Any = profile(use_kineto=True, profile_memory=True)
-    recording.__enter__()
-    return recording
+def _configured(state: ProfilerState) -> ProfilerConfig:
+    """Memory, and nothing else."""
+    return ProfilerConfig(state, False, True, False, False, False, _ExperimentalConfig())
 
 
-def _stopped(recording: Any) -> Any:
-    recording.__exit__(None, None, None)
-    return recording
-
-
-def _deltas(ended: Any) -> list[int]:
-    return [nbytes for _, nbytes in _events(ended)]
-
-
-def _events(ended: Any) -> list[tuple[int, int]]:
-    timed = [
-        (event.start_ns(), event.nbytes())
-        for event in ended.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type().name == "CPU"
-    ]
-    # Sorted by time alone: of two events in one nanosecond the recorded order is the true one.
-    return sorted(timed, key=itemgetter(0))
+def _start() -> None:
+    config, activities = _configured(ProfilerState.KINETO), {ProfilerActivity.CPU}
+    _prepare_profiler(config, activities)
+    # A function that is entered in one recording and left in the next writes into the memory of the first, which is
+    # gone: a training step is such a function, since `Optimizer.step` takes it as a closure. So no function is recorded
+    # but those of a scope that only TorchScript's static runtime enters. The public profiler records all of them.
+    # Its stub leaves out the third argument.
+    _enable_profiler(config, activities, {RecordScope.STATIC_RUNTIME_MODEL})  # type: ignore[call-arg]
 
 
 @contextlib.contextmanager

@@ -5,12 +5,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 
 from lightning_ckpt._compat import storage_id
+from lightning_ckpt.held import has_memory
 
 
 class Keeping:
@@ -19,12 +18,12 @@ class Keeping:
     def __init__(self, model: nn.Module) -> None:
         self.sizes: Counter[str] = Counter()
         own = (*model.parameters(), *model.buffers())
-        self._own = {storage_id(tensor): tensor for tensor in own if _has_memory(tensor)}
+        self._own = {storage_id(tensor): tensor for tensor in own if has_memory(tensor)}
         self._counted = dict(self._own)
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Count a tensor that is saved while the named module runs, and hold it, so that its memory stays its own."""
-        if _has_memory(tensor) and storage_id(tensor) not in self._counted:
+        if has_memory(tensor) and storage_id(tensor) not in self._counted:
             self._counted[storage_id(tensor)] = tensor.detach()
             self.sizes[name] += tensor.untyped_storage().nbytes()
 
@@ -69,7 +68,3 @@ def _telling(model: nn.Module, blocks: Collection[str], running: list[str]) -> I
 
 def _void(_: object) -> None:
     """Drop a result: what a forward hook returns would take the place of the module's output."""
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_lazy(tensor)

@@ -8,7 +8,7 @@ peak is read, and a peak above the budget, of a longer batch, tightens the plan 
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,7 +34,9 @@ _T = TypeVar("_T")
 _ROUNDS = 4
 # Batches of less than this share of the largest one tell nothing about the peak.
 _SHORTER = 0.98
-# Batches shorter than the first one that are passed by before a plan is made for them.
+# Share of the budget that a plan leaves: a step's peak also depends on where small tensors happen to lie in time.
+_MARGIN = 0.001
+# Steps passed by since an earlier one tells more about the peak.
 _PATIENCE = 3
 # Steps after a plan stands in which a host's resident size may still grow by itself: the C library keeps what a step
 # frees in pieces that the next one can't all use.
@@ -156,6 +158,7 @@ class BudgetLoop:
         self._rounds, self._patience = 0, _PATIENCE
         self._profiled: dict[str, int] = {}  # the inputs of each block that what it keeps was measured for
         self._largest: dict[str, int] = {}  # the inputs of each block in the largest batch whose peaks are known
+        self._most_gradients = 0  # that a step has begun with
         self.plan: BudgetPlan | None = None
         self.profile: Profile | None = None
         self._profiler = Profiler(model, len(self._names), progress=progress)
@@ -268,17 +271,18 @@ class BudgetLoop:
 
     def _learn(self, mine: Peaks) -> Iterable[News]:
         """One step has run under a plan."""
-        stretches, inputs = self._over_ranks(mine)
-        if not self._rounds and self._patience and _growth(inputs, self._profiled) < _SHORTER:
-            self._patience -= 1  # a batch as long as the profiled one may come again, and would exceed the plan
+        ours = self._over_ranks(mine)
+        tells = self._tells(ours)
+        if not tells and self._patience:
+            self._patience -= 1
             return
         self._rounds += 1
         causes = self._causes(mine)
-        peak = max(stretches.values())
-        if self._takes(inputs):
-            self._peaks.observe(stretches, self.choices)
-        if peak <= self.budget:
-            self._fitting.append(_Tried(self._seconds(self.choices), self.choices, peak, causes))
+        if tells or not self._largest:
+            self._note_size(ours)
+            self._peaks.observe(ours.stretches, self.choices)
+            if ours.peak <= self.budget:
+                self._fitting.append(_Tried(self._seconds(self.choices), self.choices, ours.peak, causes))
         if self._rounds == 2:
             yield causes
         plan = self._solve()
@@ -287,17 +291,25 @@ class BudgetLoop:
         else:
             self._apply(plan.choices)
 
-    def _takes(self, inputs: Mapping[str, int]) -> bool:
-        """Whether a step tells of the peak: its batch is the largest so far, or nearly so."""
-        growth = _growth(inputs, self._profiled)
+    def _tells(self, peaks: Peaks) -> bool:
+        """Whether a step has all that makes a peak: a batch, and gradients of the step before, like the largest so far.
+
+        Lightning drops the gradients before it validates.
+        """
+        growth = _growth(peaks.inputs, self._largest or self._profiled)
+        return growth >= _SHORTER and peaks.gradients_found >= self._most_gradients
+
+    def _note_size(self, peaks: Peaks) -> None:
+        """Forget what smaller steps have shown."""
+        growth = _growth(peaks.inputs, self._profiled)
         if growth > 1:
             self._peaks.scale(growth)
             self._profiled = {name: round(size * growth) for name, size in self._profiled.items()}
-        known, growth = bool(self._largest), _growth(inputs, self._largest)
-        if growth > 1:
-            self._fitting.clear()  # of smaller batches
-        self._largest = {n: max(inputs.get(n, 0), self._largest.get(n, 0)) for n in {*inputs, *self._largest}}
-        return not known or growth >= _SHORTER
+        if _growth(peaks.inputs, self._largest) > 1 or peaks.gradients_found > self._most_gradients:
+            self._fitting.clear()
+        names = {*peaks.inputs, *self._largest}
+        self._largest = {name: max(peaks.inputs.get(name, 0), self._largest.get(name, 0)) for name in names}
+        self._most_gradients = max(self._most_gradients, peaks.gradients_found)
 
     def _settle(self, plan: Plan, causes: MemoryByCause) -> Iterable[News]:
         """Of the plans that have kept to the budget the fastest stays."""
@@ -339,19 +351,22 @@ class BudgetLoop:
             f"From the next step on more is replayed: {plan.seconds * 1e3:.3g} ms a batch instead of {before * 1e3:.3g}"
         )
 
-    def _over_ranks(self, mine: Peaks) -> tuple[dict[Stretch, int], dict[str, int]]:
+    def _over_ranks(self, mine: Peaks) -> Peaks:
         """The peaks of the rank with the least slack, as if its budget were this one's, and the largest inputs."""
         stretches: dict[Stretch, int] = {}
         inputs: dict[str, int] = {}
+        gradients_found = 0
         for budget, theirs in self._ranks.gather((self.budget, mine)):
             for stretch, peak in theirs.stretches.items():
                 stretches[stretch] = max(stretches.get(stretch, 0), peak - budget + self.budget)
             for name, size in theirs.inputs.items():
                 inputs[name] = max(inputs.get(name, 0), size)
-        return stretches, inputs
+            gradients_found = max(gradients_found, theirs.gradients_found)
+        return replace(mine, stretches=stretches, inputs=inputs, gradients_found=gradients_found)
 
     def _solve(self) -> Plan:
-        return self._ranks.from_first(solve(self._peaks.options, self._peaks.phases(), self.budget))
+        limit = int((1 - _MARGIN) * self.budget)
+        return self._ranks.from_first(solve(self._peaks.options, self._peaks.phases(), limit))
 
     def _apply(self, chosen: tuple[int, ...]) -> None:
         self.choices = chosen
@@ -381,7 +396,7 @@ class BudgetLoop:
     def _causes(self, peaks: Peaks) -> MemoryByCause:
         assert self.profile is not None
         params = bytes_held([*self._model.parameters(), *self._model.buffers()])
-        optimizer = bytes_held(tensors_of([dict(optimizer.state) for optimizer in self._optimizers]))
+        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._optimizers]))
         boundary = {block.name: block.boundary_bytes for block in self.profile.blocks}
         held = [
             (live, ways[choice][1].kept, boundary.get(name, 0))

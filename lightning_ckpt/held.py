@@ -11,9 +11,9 @@ from lightning_ckpt._compat import storage_id
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """The memory behind these tensors, each once; sparse, jagged and lazy ones are not counted."""
-    here = (local(tensor) for tensor in tensors)
-    return sum({storage_id(t): t.untyped_storage().nbytes() for t in here if has_memory(t)}.values())
+    """The memory behind these tensors, each once."""
+    here = with_memory(map(local, tensors))
+    return sum({storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in here}.values())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,6 +25,11 @@ def local(tensor: Tensor) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has memory of one piece."""
     return tensor.layout is torch.strided and not is_lazy(tensor)
+
+
+def with_memory(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that have memory of one piece; sparse, jagged and lazy ones are not counted anywhere."""
+    return [tensor for tensor in tensors if has_memory(tensor)]
 
 
 def tensors_of(value: Any) -> Iterable[Tensor]:

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ckpt._compat import storage_id
 from lightning_ckpt.checkpointed_forward import Call
+from lightning_ckpt.held import has_memory, with_memory
 
 # Replays that are timed; one before them has warmed up caches, allocator and kernels.
 _REPLAYS = 7
@@ -45,14 +46,14 @@ def count_saved(call: Call, tensors: Sequence[Tensor], *, there: set[int]) -> Sa
         tensors: its inputs.
         there: identities of memory that is there anyway: parameters and buffers. The inputs' is added.
     """
-    left_out = there | set(map(storage_id, strided(tensors)))
+    left_out = there | set(map(storage_id, with_memory(tensors)))
     sizes: dict[int, int] = {}
     count = 0
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal count
         count += 1
-        if tensor.layout is torch.strided and storage_id(tensor) not in left_out:
+        if has_memory(tensor) and storage_id(tensor) not in left_out:
             sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()  # a result that its own graph node holds as it is would never be freed
 
@@ -60,14 +61,9 @@ def count_saved(call: Call, tensors: Sequence[Tensor], *, there: set[int]) -> Sa
         results = call.again(tensors)
     nbytes = sum(sizes.values())
     outputs = tuple(
-        sizes.pop(storage_id(result), 0) for result in strided(results)
+        sizes.pop(storage_id(result), 0) for result in with_memory(results)
     )  # memory of two results counts once
     return Saved(count, nbytes, outputs)
-
-
-def strided(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that have memory of one piece; sparse and jagged ones are not counted."""
-    return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
 class _Enough(BaseException):

@@ -188,9 +188,8 @@ class _KernelFile:
 class AllocatorReader:
     """Every byte of PyTorch's CPU allocator, exactly, while entered: for tests and benchmarks.
 
-    The running sum of the profiler's memory events, which start at zero on entering: tensors that were there before
-    count only when they are freed, as negative bytes. It profiles the thread that entered it and the backward passes
-    started there, and slows every operator down.
+    The running sum of the profiler's memory events, which starts at zero on entering: tensors of before do not count,
+    nor does their end. It profiles the thread that entered it and the backward passes started there.
 
     Args:
         limit: the bytes to report as this machine's limit; None when there is none.
@@ -232,7 +231,7 @@ class AllocatorReader:
         return self._peak
 
     def current(self) -> int:
-        """Return the running sum: bytes allocated less bytes freed since entering."""
+        """Return the bytes allocated since entering that are still held."""
         self._read()
         return self._now
 

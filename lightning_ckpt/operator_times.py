@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_ckpt._compat import OpOverload, StorageWeakRef, TorchDispatchMode, storage_id
 from lightning_ckpt.checkpointed_forward import Call
+from lightning_ckpt.held import with_memory
 from lightning_ckpt.kept_results import tensors_in, written
-from lightning_ckpt.measured_replay import median_seconds, replay_alone, seconds_of, strided
+from lightning_ckpt.measured_replay import median_seconds, replay_alone, seconds_of
 from lightning_ckpt.planning import frontier
 from lightning_ckpt.policies import keeping_calls
 from lightning_ckpt.profiles import OperatorCall, SelectionProfile
@@ -36,7 +37,7 @@ def operator_calls(call: Call, tensors: Sequence[Tensor], wanted: int, seconds: 
     """
     clocks = [_Clock(tensors) for _ in range(_REPLAYS)]
     for clock in clocks:
-        saved = set(map(storage_id, strided(replay_alone(call, tensors, wanted, clock))))
+        saved = set(map(storage_id, with_memory(replay_alone(call, tensors, wanted, clock))))
     times = zip(*([one.seconds for one in clock.calls] for clock in clocks), strict=False)
     timed = [statistics.median(one) for one in times]
     share = min(1.0, seconds / sum(timed)) if sum(timed) else 1.0
@@ -86,7 +87,7 @@ class _Clock(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_TimedCall] = []
         self._counts: Counter[Any] = Counter()
-        self._known = set(map(storage_id, strided(tensors)))
+        self._known = set(map(storage_id, with_memory(tensors)))
         self._makers: dict[int, _TimedCall] = {}
         self._tensors = tensors
 
@@ -97,11 +98,11 @@ class _Clock(TorchDispatchMode):
         return results[0]
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any, seconds: float) -> None:
-        for tensor in strided(written(func, args, kwargs)):
+        for tensor in with_memory(written(func, args, kwargs)):
             if overwritten := self._makers.get(storage_id(tensor)):
                 overwritten.made.clear()  # a result that is overwritten can't be kept
-        given = set(map(storage_id, strided(tensors_in((args, tuple(kwargs.values()))))))
-        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in strided(tensors_in(result))}
+        given = set(map(storage_id, with_memory(tensors_in((args, tuple(kwargs.values()))))))
+        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in with_memory(tensors_in(result))}
         fresh = {key: storage for key, storage in storages.items() if key not in given | self._known}
         keeps = isinstance(func, OpOverload) and str(func.overloadpacket) not in _NOT_KEPT
         made = [StorageWeakRef(storage) for storage in fresh.values() if keeps]

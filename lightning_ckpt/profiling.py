@@ -21,8 +21,8 @@ from lightning_ckpt._compat import StorageWeakRef, storage_id, without_modes
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.checkpointed_forward import Application, Call
-from lightning_ckpt.held import has_memory
-from lightning_ckpt.measured_replay import Saved, count_saved, median_seconds, strided
+from lightning_ckpt.held import with_memory
+from lightning_ckpt.measured_replay import Saved, count_saved, median_seconds
 from lightning_ckpt.operator_times import operator_calls, selections
 from lightning_ckpt.policies import Full, ReplayContexts
 from lightning_ckpt.profiles import BlockProfile, PartProfile, Profile
@@ -147,8 +147,8 @@ class Profiler:
         except Exception as error:
             _log.warning("Block %r can't be measured, so it is replayed whole: %s", name, error)
             return
-        self.inputs[name] = self.inputs.get(name, 0) + sum(tensor.nbytes for tensor in strided(tensors))
-        results = strided(Arguments((output,), {}).take_tensors())
+        self.inputs[name] = self.inputs.get(name, 0) + sum(tensor.nbytes for tensor in with_memory(tensors))
+        results = with_memory(Arguments((output,), {}).take_tensors())
         outputs = [StorageWeakRef(result.untyped_storage()) for result in results]
         if seen is None:
             boundary = self._take(name, tensors)
@@ -183,7 +183,7 @@ class Profiler:
     def _take(self, name: str, tensors: Sequence[Tensor]) -> int:
         """The bytes of a block's inputs that no block before it took."""
         taken = 0
-        for tensor in strided(tensors):
+        for tensor in with_memory(tensors):
             if storage_id(tensor) not in self._own and storage_id(tensor) not in self._takers:
                 self._takers[storage_id(tensor)] = name
                 self._boundaries.append(StorageWeakRef(tensor.untyped_storage()))
@@ -192,7 +192,7 @@ class Profiler:
 
     def _measured(self, call: Call, tensors: Sequence[Tensor]) -> "_Measured":
         """What is known of calls like this one; what it saves is counted each time, since likeness may deceive."""
-        self._own = {storage_id(t) for t in (*self._model.parameters(), *self._model.buffers()) if has_memory(t)}
+        self._own = set(map(storage_id, with_memory((*self._model.parameters(), *self._model.buffers()))))
         saved = count_saved(call, tensors, there=self._own)
         key = _signature(call, tensors), saved
         if key not in self._known:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.checkpointed_forward import Call
-from lightning_ckpt.held import has_memory
+from lightning_ckpt.held import with_memory
 from lightning_ckpt.memory import Marks
 from lightning_ckpt.peak_model import Stretch
 
@@ -105,7 +105,7 @@ class Timeline:
         if place is None:
             return
         self._turn("after", place)
-        self._inputs[name] = self._inputs.get(name, 0) + sum(t.nbytes for t in tensors if has_memory(t))
+        self._inputs[name] = self._inputs.get(name, 0) + sum(t.nbytes for t in with_memory(tensors))
         self._largest[name] = max(self._largest.get(name, 0), self._inputs[name])
         begun = _Once(self, place)
         for tensor in Arguments((output,), {}).take_tensors():

@@ -2,6 +2,10 @@
 
 import gc
 import logging
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +114,44 @@ class TestAllocatorReader:
             assert outer.peak() == 64
         with profile(), pytest.raises(RuntimeError, match="a profiler is running already"):
             AllocatorReader().__enter__()
+
+    def test_can_be_read_within_an_optimizer_step(self) -> None:
+        """Lightning runs the whole training step in one; the C library checks its heap, and freed memory is junk."""
+        script = """
+            import torch
+            from lightning_ckpt.memory import AllocatorReader
+
+            weight = torch.ones(64, 64, requires_grad=True)
+            optimizer = torch.optim.SGD([weight])
+            made = []
+
+            def closure():
+                reader.reset_peak()
+                (torch.ones(8, 64) @ weight).sum().backward()
+                made.append([object() for _ in range(1000)])
+                del made[:-3]
+                assert reader.peak() >= weight.nbytes
+
+            with AllocatorReader() as reader:
+                for _ in range(100):
+                    optimizer.step(closure)
+                    reader.peak()
+        """
+        checked = {**os.environ, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "85"}
+        command = [sys.executable, "-c", textwrap.dedent(script)]
+        done = subprocess.run(command, env=checked, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def test_memory_of_before_does_not_count(self) -> None:
+        """Nor its end: of a tensor that an earlier recording has seen, or of one at such a tensor's old address."""
+        with AllocatorReader():
+            seen = tensor_of(3000)
+            gone = [tensor_of(1000) for _ in range(100)]
+        del gone
+        unseen = [tensor_of(990) for _ in range(100)]
+        with AllocatorReader() as reader:
+            del seen, unseen
+            assert reader.current() == reader.peak() == 0
 
     def test_collection_is_left_as_found(self) -> None:
         """Reading suspends garbage collection for an instant only, and not where the user has turned it off."""

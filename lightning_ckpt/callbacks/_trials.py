@@ -1,19 +1,19 @@
 """Training steps taken to measure their memory, of which nothing remains."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
 from lightning_ckpt.callbacks._trainer import datamodule_of, optimizer_steps, optimizer_wrappers, scaler_of, unseen
+from lightning_ckpt.held import bytes_held, tensors_of
 from lightning_ckpt.memory import HostReader, reader_for, release_unused
 from lightning_ckpt.oom import is_out_of_memory, release
 from lightning_ckpt.search import Measurement
@@ -141,8 +141,8 @@ class Trials:
 
     def _learn_floor(self) -> None:
         """Estimate from below, twice, and take the lower: a resident size keeps what a step has freed."""
-        optimizer = sum(_nbytes(list(optimizer.state.values())) for optimizer in self._trainer.optimizers)
-        gradients = _nbytes([parameter.grad for parameter in self._trainer.lightning_module.parameters()])
+        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
+        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
         self.floor = max(min(self._at_rest + optimizer, self._resting() - gradients), 0)
 
     def _resting(self) -> int:
@@ -162,12 +162,6 @@ def _changed_by_a_step(trainer: Trainer) -> list[object]:
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     wrappers = optimizer_wrappers(trainer)
     return [trainer.lightning_module, trainer.model, *trainer.optimizers, *schedulers, scaler_of(trainer), *wrappers]
-
-
-def _nbytes(values: Sequence[Any]) -> int:
-    """Bytes of the tensors among `values` and in the dicts among them."""
-    nested = [_nbytes(list(value.values())) for value in values if isinstance(value, dict)]
-    return sum(nested) + sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def _wait_for(device: torch.device) -> None:
