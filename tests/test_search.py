@@ -242,12 +242,12 @@ def test_allowed_sizes_are_those_that_counting_finds(
         with pytest.raises(ValueError, match=f"no multiple of multiple_of={multiple_of} "):
             Search(1, **arguments)
         return
-    search, whole = Search(1, **arguments), int(size)
-    assert search.smallest == allowed[0]
-    assert search.largest == (math.inf if max_val is None and divides is None else allowed[-1])
-    assert search.nearest(size) == max((n for n in allowed if n <= size), default=allowed[0])
-    assert search.next_above(whole) == min((n for n in allowed if n > whole), default=None)
-    assert search.next_below(whole) == max((n for n in allowed if n < whole), default=None)
+    sizes, whole = Search(1, **arguments).allowed, int(size)
+    assert sizes.smallest == allowed[0]
+    assert sizes.largest == (math.inf if max_val is None and divides is None else allowed[-1])
+    assert sizes.nearest(size) == max((n for n in allowed if n <= size), default=allowed[0])
+    assert sizes.next_above(whole) == min((n for n in allowed if n > whole), default=None)
+    assert sizes.next_below(whole) == max((n for n in allowed if n < whole), default=None)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)

@@ -1,10 +1,11 @@
 """Training steps taken to measure their memory, of which nothing remains."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,9 +13,17 @@ from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
-from lightning_ckpt.callbacks._trainer import datamodule_of, optimizer_steps, optimizer_wrappers, scaler_of, unseen
+from lightning_ckpt.callbacks._phases import Held, Phases
+from lightning_ckpt.callbacks._trainer import (
+    datamodule_of,
+    optimizer_steps,
+    optimizer_wrappers,
+    scaler_of,
+    set_callbacks,
+    unseen,
+)
 from lightning_ckpt.held import bytes_held, tensors_of
-from lightning_ckpt.memory import HostReader, reader_for, release_unused
+from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
 from lightning_ckpt.oom import is_out_of_memory, release
 from lightning_ckpt.search import Measurement
 from lightning_ckpt.snapshot import Snapshot
@@ -23,6 +32,8 @@ from lightning_ckpt.snapshot import Snapshot
 _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
 _USABLE = 0.96
+
+_T = TypeVar("_T")
 
 Outcome = Literal["fits", "too large", "out of memory"]
 
@@ -56,18 +67,20 @@ class Trials:
     def __init__(self, trainer: Trainer, place: BatchSize) -> None:
         self._trainer, self._place = trainer, place
         self._device = trainer.strategy.root_device
-        self._reader = reader_for(self._device)
+        self._reader = Interval(reader_for(self._device))
+        self._on_host = isinstance(self._reader.reader, HostReader)
+        self._phases = Phases(self._reader.reader)
         self._warm = False
         self._drawn: Snapshot | None = None
-        self.copies = self.floor = 0
-        self.usable = _USABLE if isinstance(self._reader, HostReader) else 1.0
+        self.copies = self.floor = self._gradients = 0
+        self.usable = _USABLE if self._on_host else 1.0
 
     def __enter__(self) -> Self:
         self._state = Snapshot(
             _changed_by_a_step(self._trainer), data=[datamodule_of(self._trainer)], device=self._device
         )
         # A resident size counts everything; an allocator's counters don't see memory that is not theirs.
-        self.copies = self._state.nbytes if isinstance(self._reader, HostReader) else 0
+        self.copies = self._state.nbytes if self._on_host else 0
         self._at_rest = self._resting()
         return self
 
@@ -83,6 +96,16 @@ class Trials:
         self._place.prepare(size)
         self._drawn = Snapshot([], data=self._place.drawn_from())
 
+    def warm_up(self, size: int) -> Measurement | None:
+        """Take the first step, which makes gradients and optimizer state, and tell what a second would measure.
+
+        None where that can't be told: memory ran out, or the step is not one of forward, backward and optimizer.
+
+        Raises:
+            Exception: whatever the step raises, except running out of memory.
+        """
+        return self._unless_out_of_memory(lambda: self._first_step(size))
+
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
 
@@ -95,35 +118,67 @@ class Trials:
         release_unused(self._device)
         self._reader.reset_peak()
         started = time.perf_counter()
+        taken = self._unless_out_of_memory(lambda: self._step(size))
+        if taken is None:
+            return Measurement(size, self._peak(), out_of_memory=True), time.perf_counter() - started
+        return taken
+
+    def _unless_out_of_memory(self, steps: Callable[[], _T]) -> _T | None:
         try:
-            seconds, failed = self._step(size), False
+            return steps()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             release(error)
-            seconds, failed = time.perf_counter() - started, True
-        measurement = Measurement(size, self._peak(), failed)
-        if failed:  # cleaned up here, where the exception is gone and with it what it held
-            self._put_back()
-            self._warm = False
-            release_unused(self._device)
-        return measurement, seconds
+        # Cleaned up here, where the exception is gone and with it what it held.
+        self._put_back()
+        self._warm = False
+        release_unused(self._device)
+        return None
 
-    def _step(self, size: int) -> float:
+    def _first_step(self, size: int) -> Measurement | None:
+        with self._steps(size) as step:
+            return self._begin(step, size)
+
+    def _step(self, size: int) -> tuple[Measurement, float]:
+        with self._steps(size) as step:
+            if not self._warm:
+                self._begin(step, size)
+            self._phases.forget()
+            self._reader.reset_peak()
+            started = time.perf_counter()
+            step()
+            _wait_for(self._device)
+            seconds = time.perf_counter() - started
+            self._settle_heap(step)
+            phases = self._phases.peaks(floor=self.floor, gradients=self._gradients)
+            return Measurement(size, self._peak(), phases=phases), seconds
+
+    @contextmanager
+    def _steps(self, size: int) -> Iterator[Callable[[], None]]:
         with unseen(self._trainer):
+            set_callbacks(self._trainer, [self._phases])
             loaders = self._place.trial_loaders(size)
             with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
-                if not self._warm:
-                    step()
-                    self._learn_floor()
-                self._reader.reset_peak()
-                started = time.perf_counter()
-                step()
-                _wait_for(self._device)
-                seconds = time.perf_counter() - started
-                self._settle_heap(step)
-                self._warm = True
-                return seconds
+                yield self._phases.around(step)
+
+    def _begin(self, step: Callable[[], None], size: int) -> Measurement | None:
+        """Take the first step, and learn from it."""
+        self._phases.forget()
+        before = self._held()
+        step()
+        self._warm, after = True, self._held()
+        # Estimated from below, twice, and the lower is taken: a resident size keeps what a step has freed.
+        self.floor = max(min(self._at_rest + after.optimizer, self._resting() - after.gradients), 0)
+        if not self._trainer.lightning_module.automatic_optimization:  # who knows when gradients are let go
+            return None
+        self._gradients = after.gradients
+        return self._phases.as_if_later(size, before=before, after=after, floor=self.floor)
+
+    def _held(self) -> Held:
+        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
+        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
+        return Held(optimizer, gradients)
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.
@@ -131,19 +186,13 @@ class Trials:
         The C library keeps what a step frees in pieces that the next one can't all use, so that the same step takes up
         to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors.
         """
-        if not isinstance(self._reader, HostReader):
+        if not self._on_host:
             return
         for _ in range(_MOST_SETTLING_STEPS):
             before = self._peak()
             step()
             if self._peak() < _STILL_GROWING * before:
                 return
-
-    def _learn_floor(self) -> None:
-        """Estimate from below, twice, and take the lower: a resident size keeps what a step has freed."""
-        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
-        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
-        self.floor = max(min(self._at_rest + optimizer, self._resting() - gradients), 0)
 
     def _resting(self) -> int:
         self._reader.reset_peak()

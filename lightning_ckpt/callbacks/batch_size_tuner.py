@@ -42,8 +42,9 @@ class BatchSizeTuner(Callback):
     """Find the largest batch size that leaves the headroom, before training starts, and train with it.
 
     A few real training steps are taken at growing sizes, their peak memory is measured, and the size is settled on
-    that fits and was measured to: two small sizes, a jump along the line through them as far as is safe, and what
-    is needed after it. An out-of-memory error in a trial is caught and used as a bound. Then everything is put back:
+    that fits and was measured to: a first small one, in which gradients and optimizer state come up, a jump as far as
+    is safe by what its forward pass, backward pass and optimizer step took each, and what is needed after it, mostly
+    one or two more. An out-of-memory error in a trial is caught and used as a bound. Then everything is put back:
     training is bit for bit what it would have been with that size set by hand, and nothing of the trials is logged,
     counted or left on disk.
 
@@ -238,6 +239,7 @@ class BatchSizeTuner(Callback):
     def _settle(self, search: Search, place: BatchSize, trials: Trials, room: _Room) -> int:
         """Try sizes until the search is over, or until the size that was settled before has shown to fit."""
         measured: list[Measurement] = []
+        hint: Measurement | None = None
         size: int | None = self._first(search)
         while size is not None:
             there = place.samples_up_to(size)
@@ -246,10 +248,15 @@ class BatchSizeTuner(Callback):
                 size = search.nearest(size)
                 if size in [m.size for m in measured]:
                     break
+            if hint is None and not measured and size != self.batch_size:
+                hint = trials.warm_up(size)
+                if hint is not None:
+                    size = search.propose([], floor=trials.floor, hint=hint)
+                    continue
             measured.append(self._try(search, trials, size))
             if size == self.batch_size and search.fits(measured[0]):
                 return size
-            size = search.propose(measured, floor=trials.floor)
+            size = search.propose(measured, floor=trials.floor, hint=hint)
         try:
             return search.settled(measured)
         except NothingFits:
