@@ -15,7 +15,7 @@ Where the peaks of a step's phases were measured apart, all three hold of each o
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_ckpt.allowed_sizes import AllowedSizes
@@ -62,6 +62,19 @@ class Measurement:
     peak: int
     out_of_memory: bool = False
     phases: tuple[Phase, ...] = ()
+
+    def less(self, nbytes: int) -> "Measurement":
+        """The same with so many bytes less in everything, as far as there are."""
+        phases = tuple(Phase(max(p.peak - nbytes, 0), max(p.floor - nbytes, 0)) for p in self.phases)
+        return replace(self, peak=max(self.peak - nbytes, 0), phases=phases)
+
+
+def highest_of(measured: Sequence[Measurement]) -> Measurement:
+    """Of measurements of one size, on several ranks, one that is safe for all: highest peaks, lowest floors."""
+    together = zip(*(m.phases for m in measured), strict=True) if len({len(m.phases) for m in measured}) == 1 else ()
+    phases = tuple(Phase(max(p.peak for p in each), min(p.floor for p in each)) for each in together)
+    ran_out = any(m.out_of_memory for m in measured)
+    return Measurement(measured[0].size, max(m.peak for m in measured), ran_out, phases)
 
 
 class NothingFits(RuntimeError):

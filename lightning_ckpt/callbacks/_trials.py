@@ -15,11 +15,13 @@ from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
 from lightning_ckpt.callbacks._phases import Held, Phases
 from lightning_ckpt.callbacks._trainer import (
+    by_itself,
     datamodule_of,
     optimizer_steps,
     optimizer_wrappers,
     scaler_of,
     set_callbacks,
+    steps_alone,
     unseen,
 )
 from lightning_ckpt.held import bytes_held, tensors_of
@@ -62,6 +64,7 @@ class Trials:
         copies: bytes of the copies that the readings of this reader would count; readings are given without them.
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
+        alone: whether no other rank is waited for within a step.
     """
 
     def __init__(self, trainer: Trainer, place: BatchSize) -> None:
@@ -73,6 +76,7 @@ class Trials:
         self._warm = False
         self._drawn: Snapshot | None = None
         self.copies = self.floor = self._gradients = 0
+        self.alone = steps_alone(trainer)
         self.usable = _USABLE if self._on_host else 1.0
 
     def __enter__(self) -> Self:
@@ -99,12 +103,13 @@ class Trials:
     def warm_up(self, size: int) -> Measurement | None:
         """Take the first step, which makes gradients and optimizer state, and tell what a second would measure.
 
-        None where that can't be told: memory ran out, or the step is not one of forward, backward and optimizer.
+        None where that can't be told: of a step that is not forward, backward and optimizer, or by a resident size.
 
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        return self._unless_out_of_memory(lambda: self._first_step(size))
+        taken = self._unless_out_of_memory(lambda: (self._first_step(size),))
+        return Measurement(size, self._peak(), out_of_memory=True) if taken is None else taken[0]
 
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
@@ -156,7 +161,7 @@ class Trials:
 
     @contextmanager
     def _steps(self, size: int) -> Iterator[Callable[[], None]]:
-        with unseen(self._trainer):
+        with unseen(self._trainer), by_itself(self._trainer):
             set_callbacks(self._trainer, [self._phases])
             loaders = self._place.trial_loaders(size)
             with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
@@ -184,14 +189,15 @@ class Trials:
         """Take further steps while the resident size grows.
 
         The C library keeps what a step frees in pieces that the next one can't all use, so that the same step takes up
-        to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors.
+        to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors. Ranks
+        that wait for one another take equally many.
         """
         if not self._on_host:
             return
         for _ in range(_MOST_SETTLING_STEPS):
             before = self._peak()
             step()
-            if self._peak() < _STILL_GROWING * before:
+            if self.alone and self._peak() < _STILL_GROWING * before:
                 return
 
     def _resting(self) -> int:
