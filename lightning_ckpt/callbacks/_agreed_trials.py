@@ -8,6 +8,8 @@ from lightning_ckpt.processes import Ranks
 from lightning_ckpt.search import Measurement, highest_of
 
 _T = TypeVar("_T")
+# The share of the target from which on a size may be the one to settle on.
+_DECISIVE = 0.75
 
 
 class AgreedTrials:
@@ -27,6 +29,7 @@ class AgreedTrials:
         self._trials, self._ranks = trials, ranks
         self.target = min(ranks.gather(target))
         self._more = target - self.target  # what this rank may need beyond it
+        trials.decisive = int(_DECISIVE * target)
         self.floor = 0
 
     def run(self, size: int) -> tuple[Measurement, float]:
