@@ -3,9 +3,9 @@
     python benchmarks/tuner.py               # prints, and writes benchmarks/results/tuner_<device>_<yyyymm>.md
     python benchmarks/tuner.py --models GPT --no-write
 
-Each search runs in a process of its own whose address space is limited, so that memory really does run out, in PyTorch's
-allocator as on a device. All processes of a model have the same limit. The largest size that fits is found by training
-steps at every size from below, in a process of its own, until memory runs out.
+Each search runs in a process of its own whose address space is limited, so that memory really does run out, in
+PyTorch's allocator as on a device. All processes of a model may take equally much. The largest size that fits is found
+by real training steps under that limit, in a process of its own.
 
 A trial step is an optimizer step taken before training starts. An error is an out-of-memory error raised in one. The
 settled size is then trained with, under the same limit.
@@ -43,10 +43,10 @@ from lightning_ckpt.sizes import UNITS
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = UNITS["MiB"]
-ROOM = 400 * MIB  # beyond what the process holds with the model and its optimizer's state
+ROOM = 700 * MIB  # beyond what the process holds with the model and its optimizer's state
 SAMPLES = 4096
 MODELS: dict[str, tuple[str, Callable[[], torch.nn.Module], Callable[[], Any]]] = {
-    "GPT, 8 layers": ("GPT", lambda: GPT(depth=8), lambda: torch.randint(0, 256, (129,))),
+    "GPT, 8 layers": ("GPT", lambda: GPT(depth=8, width=64), lambda: torch.randint(0, 256, (129,))),
     "U-Net": ("U-Net", lambda: UNet(width=8), lambda: torch.randn(3, 64, 64)),
 }
 BY_ALLOCATOR = "BatchSizeTuner(), by the allocator"
@@ -170,7 +170,7 @@ def search(model: str, finder: str) -> Result:
         STEPS.clear()
         started = time.perf_counter()
         trained = True
-        allocator = AllocatorReader(limit=ROOM) if finder == BY_ALLOCATOR else None
+        allocator = AllocatorReader(limit=int(os.environ["ALLOCATED"])) if finder == BY_ALLOCATOR else None
         try:
             with allocator or nullcontext(), use_reader(allocator) if allocator else nullcontext():
                 trainer_of([FINDERS[finder](), searched], folder, max_steps=3).fit(task)
@@ -195,6 +195,15 @@ def scan(model: str, finder: str = "") -> Result:
     return Result(fits, 0, 0, 0, trained=True)
 
 
+def allocated(model: str, size: int) -> int:
+    """What the allocator holds at most in training with a size, in bytes."""
+    with tempfile.TemporaryDirectory() as folder, AllocatorReader() as reader:
+        task = Task(model)
+        task.batch_size = size
+        trainer_of([], folder, max_steps=2).fit(task)
+        return reader.peak()
+
+
 def goes_through(task: Task, size: int, folder: str) -> bool:
     """Whether three steps at a size go through."""
     task.batch_size = size
@@ -212,10 +221,10 @@ def goes_through(task: Task, size: int, folder: str) -> bool:
     return not failed
 
 
-def in_a_process(model: str, finder: str) -> Result:
+def in_a_process(model: str, finder: str, allocated: int = 0) -> Result:
     """Run a search or the scan in a new process, so that what one leaves behind is not the next one's."""
     command = [sys.executable, __file__, "--one", model, finder]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "ALLOCATED": f"{allocated}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -241,15 +250,17 @@ Each search in a process that may take {ROOM // MIB} MiB of address space beyond
 really runs out. Trial steps are optimizer steps before training, errors are out-of-memory errors met in them. Shares
 are of the largest size at which three steps went through under that limit: {bests}.
 
-`BatchSizeTuner` leaves a tenth free, and by a resident size 4 % more for what that can't tell; the other modes leave
-nothing.
+`BatchSizeTuner` leaves a tenth free of what it is told there is, the other modes nothing. By the resident size, which is
+what it reads on a machine without an accelerator, that is a tenth of the whole process, PyTorch's libraries included,
+and 4 % for what such a size can't tell. By the allocator, as on an accelerator, it is a tenth of what training with the
+largest size allocates.
 
 | model | search | trial steps | errors | seconds | settled (of the largest) | then trained |
 | --- | --- | --- | --- | --- | --- | --- |
 {table}
 
-Where memory is read as a resident size, as on a machine without an accelerator, a size that may be settled on takes
-steps until its peak no longer grows. By an allocator's counters, as on an accelerator, each size takes one.
+By the resident size, a size that may be settled on takes steps until its peak no longer grows. By the allocator, each
+size takes one.
 
 - Device: cpu, {platform.machine()}, 1 thread.
 - torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}, {platform.system()}.
@@ -273,8 +284,9 @@ def main() -> int:
     largest, rows = {}, []
     for model in args.models:
         largest[model] = in_a_process(model, "scan").settled
+        most = allocated(model, largest[model])
         for finder in FINDERS:
-            rows.append(row(model, finder, in_a_process(model, finder), largest[model]))
+            rows.append(row(model, finder, in_a_process(model, finder, most), largest[model]))
             print(rows[-1], flush=True)
     page = report(rows, largest)
     print(page)
