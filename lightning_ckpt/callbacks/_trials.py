@@ -1,7 +1,8 @@
 """Training steps taken to measure their memory, of which nothing remains."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -32,7 +33,7 @@ _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
 _USABLE = 0.96
 
-Outcome = Literal["fits", "too large", "out of memory"]
+Outcome = Literal["fits", "too large", "out of memory", "planned"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Trial:
         size: samples in the batch.
         peak: highest memory of the step in bytes; where memory ran out, what it had reached.
         seconds: time of the measured step; where memory ran out, until it did.
-        outcome: whether the step was within the target, above it, or ran out of memory.
+        outcome: whether the step was within the target, above it, ran out of memory, or ran under a memory plan.
     """
 
     size: int
@@ -102,8 +103,6 @@ class Trials:
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        release_unused(self._device)
-        self._reader.reset_peak()
         started = time.perf_counter()
         try:
             seconds, failed = self._step(size), False
@@ -119,21 +118,33 @@ class Trials:
             release_unused(self._device)
         return measurement, seconds
 
-    def _step(self, size: int) -> float:
+    @contextmanager
+    def steps(self, size: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that takes one optimizer step with batches of this size."""
+        release_unused(self._device)
         with unseen(self._trainer), by_itself(self._trainer):
             loaders = self._place.trial_loaders(size)
             with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
-                if not self._warm:
-                    step()
-                    self._learn_floor()
-                self._reader.reset_peak()
-                started = time.perf_counter()
+                yield step
+
+    def timed(self, step: Callable[[], None]) -> float:
+        """Take a step, and return the seconds until the device has done it."""
+        started = time.perf_counter()
+        step()
+        _wait_for(self._device)
+        return time.perf_counter() - started
+
+    def _step(self, size: int) -> float:
+        with self.steps(size) as step:
+            self._reader.reset_peak()
+            if not self._warm:
                 step()
-                _wait_for(self._device)
-                seconds = time.perf_counter() - started
-                self._settle_heap(step)
-                self._warm = True
-                return seconds
+                self._learn_floor()
+            self._reader.reset_peak()
+            seconds = self.timed(step)
+            self._settle_heap(step)
+            self._warm = True
+            return seconds
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
+from lightning_ckpt.callbacks._pair import Pair
 from lightning_ckpt.callbacks._trainer import (
     OptimizerSetup,
     callbacks_of,
@@ -142,6 +143,7 @@ class BatchSizeTuner(Callback):
         self.max_trials = max_trials
         self.global_batch_size = global_batch_size
         self._global_batch: GlobalBatch | None = None
+        self._paired = False
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
         self._optimizer_setup: OptimizerSetup | None = None
@@ -189,6 +191,9 @@ class BatchSizeTuner(Callback):
             room = min(ranks.gather(self._room(trainer, trials)), key=lambda room: room.target)
             agreed = AgreedTrials(trials, ranks, self._room(trainer, trials).target)
             size = self._settle(room, place, agreed, ranks)
+            self._paired = False
+            if size != self.batch_size:
+                size = self._with_a_plan(trainer, pl_module, place, trials, room, size)
         wrap_anew(trainer)
         if self._global_batch:
             self._global_batch.accumulate(size)
@@ -290,6 +295,38 @@ class BatchSizeTuner(Callback):
         except NothingFits:
             raise NothingFits(_why(min(measured, key=lambda m: m.size), search, room)) from None
 
+    def _with_a_plan(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        place: BatchSize,
+        trials: Trials,
+        room: _Room,
+        largest: int,
+    ) -> int:
+        """Beside a planner: the size that is fastest under its own plan, which training then starts with."""
+        for planner in callbacks_of(trainer):
+            to_plan = planner.to_plan(pl_module) if isinstance(planner, ActivationCheckpointing) else None
+            if to_plan is None:
+                continue
+            if trainer.world_size > 1:
+                rank_zero_info(
+                    "BatchSizeTuner: size and memory plan are chosen together in a single process only. Of these "
+                    f"{trainer.world_size} each takes the largest size that fits with everything checkpointed"
+                )
+                return largest
+            handle, policy = to_plan
+            budget = min(room.target, policy.nbytes(room.limit))
+            pair = Pair(trainer, pl_module, trials, handle, budget)
+            tried = pair.try_sizes(self._search(room.target, place.most_samples), largest)
+            if tried:
+                best = max(tried, key=lambda paired: paired.rate)
+                self.trials += [paired.trial for paired in tried]
+                planner.load_state_dict({"plan": best.plan.to_json()})
+                self._paired = True
+                return best.trial.size
+        return largest
+
     def _try(self, search: Search, trials: AgreedTrials, size: int) -> Measurement:
         measurement, seconds = trials.run(size)
         outcome = _outcome(search, measurement)
@@ -298,7 +335,8 @@ class BatchSizeTuner(Callback):
 
     @rank_zero_only
     def _report(self, trainer: Trainer, room: _Room, before: int | None) -> None:
-        title = f"Batch size: {self.batch_size}, the largest measured within {room}"
+        best = "the most samples per second under a memory plan" if self._paired else "the largest measured"
+        title = f"Batch size: {self.batch_size}, {best} within {room}"
         table = Table("Batch size", "Peak", "Of the limit", "Step", "Outcome", title=title)
         for trial in self.trials:
             share = f"{trial.peak / room.limit:.1%}"
