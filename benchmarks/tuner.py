@@ -250,10 +250,10 @@ Each search in a process that may take {ROOM // MIB} MiB of address space beyond
 really runs out. Trial steps are optimizer steps before training, errors are out-of-memory errors met in them. Shares
 are of the largest size at which three steps went through under that limit: {bests}.
 
-`BatchSizeTuner` leaves a tenth free of what it is told there is, the other modes nothing. By the resident size, which is
-what it reads on a machine without an accelerator, that is a tenth of the whole process, PyTorch's libraries included,
-and 4 % for what such a size can't tell. By the allocator, as on an accelerator, it is a tenth of what training with the
-largest size allocates.
+`BatchSizeTuner` leaves a tenth free of what it is told there is, the other modes nothing. By the resident size, which
+is what it reads on a machine without an accelerator, that is a tenth of the whole process, PyTorch's libraries
+included, and 4 % for what such a size can't tell. By the allocator, as on an accelerator, it is a tenth of what
+training with the largest size allocates.
 
 | model | search | trial steps | errors | seconds | settled (of the largest) | then trained |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -37,7 +37,7 @@ _USABLE = 0.96
 
 _T = TypeVar("_T")
 
-Outcome = Literal["fits", "too large", "out of memory"]
+Outcome = Literal["fits", "too large", "out of memory", "planned"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Trial:
         size: samples in the batch.
         peak: highest memory of the step in bytes; where memory ran out, what it had reached.
         seconds: time of the measured step; where memory ran out, until it did.
-        outcome: whether the step was within the target, above it, or ran out of memory.
+        outcome: whether the step was within the target, above it, ran out of memory, or ran under a memory plan.
     """
 
     size: int
@@ -121,8 +121,6 @@ class Trials:
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        release_unused(self._device)
-        self._reader.reset_peak()
         started = time.perf_counter()
         taken = self._unless_out_of_memory(lambda: self._step(size))
         if taken is None:
@@ -142,31 +140,43 @@ class Trials:
         release_unused(self._device)
         return None
 
+    @contextmanager
+    def steps(self, size: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that takes one optimizer step with batches of this size."""
+        release_unused(self._device)
+        with unseen(self._trainer), by_itself(self._trainer):
+            loaders = self._place.trial_loaders(size)
+            with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
+                yield step
+
+    def timed(self, step: Callable[[], None]) -> float:
+        """Take a step, and return the seconds until the device has done it."""
+        started = time.perf_counter()
+        step()
+        _wait_for(self._device)
+        return time.perf_counter() - started
+
     def _first_step(self, size: int) -> Measurement | None:
-        with self._steps(size) as step:
+        with self._steps_with_phases(size) as step:
             return self._begin(step, size)
 
     def _step(self, size: int) -> tuple[Measurement, float]:
-        with self._steps(size) as step:
+        with self._steps_with_phases(size) as step:
             if not self._warm:
                 self._begin(step, size)
             self._phases.forget()
             self._reader.reset_peak()
-            started = time.perf_counter()
-            step()
-            _wait_for(self._device)
-            seconds = time.perf_counter() - started
+            seconds = self.timed(step)
             self._settle_heap(step)
             phases = self._phases.peaks(floor=self.floor, gradients=self._gradients)
             return Measurement(size, self._peak(), phases=phases), seconds
 
     @contextmanager
-    def _steps(self, size: int) -> Iterator[Callable[[], None]]:
-        with unseen(self._trainer), by_itself(self._trainer):
+    def _steps_with_phases(self, size: int) -> Iterator[Callable[[], None]]:
+        with self.steps(size) as step:
             set_callbacks(self._trainer, [self._phases])
-            loaders = self._place.trial_loaders(size)
-            with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
-                yield self._phases.around(step)
+            self._reader.reset_peak()
+            yield self._phases.around(step)
 
     def _begin(self, step: Callable[[], None], size: int) -> Measurement | None:
         """Take the first step, and learn from it."""

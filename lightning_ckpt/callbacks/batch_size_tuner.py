@@ -13,9 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._global_batch import GlobalBatch
+from lightning_ckpt.callbacks._pair import Pair
 from lightning_ckpt.callbacks._trainer import (
     OptimizerSetup,
     callbacks_of,
+    data_ranks,
     has_training_to_do,
     set_callbacks,
     wrap_anew,
@@ -86,6 +89,9 @@ class BatchSizeTuner(Callback):
         memory_limit: memory to fill, in bytes or as `"40GiB"`; `None` for what the device, or on a machine without one
             the process, can hold.
         max_trials: most sizes to try.
+        global_batch_size: samples of an optimizer step, over all processes and micro-batches, to be kept whatever the
+            batch size: sizes tried divide it, and `accumulate_grad_batches` follows. `None` lets the step grow with the
+            batch, which one line in the log says.
 
     Attributes:
         batch_size: the settled size; `None` before.
@@ -115,6 +121,7 @@ class BatchSizeTuner(Callback):
         multiple_of: int = 1,
         memory_limit: int | str | None = None,
         max_trials: int = 8,
+        global_batch_size: int | None = None,
     ) -> None:
         if mode != "search":
             raise ValueError(f'mode={mode!r}: accepted is "search"')
@@ -124,7 +131,7 @@ class BatchSizeTuner(Callback):
             raise ValueError(f'batch_arg_name={batch_arg_name!r}: give the name of an attribute, like "batch_size"')
         for name, value in (("min_val", min_val), ("multiple_of", multiple_of), ("max_trials", max_trials)):
             _check_count(name, value)
-        for name, bound in (("max_val", max_val), ("init_val", init_val)):
+        for name, bound in (("max_val", max_val), ("init_val", init_val), ("global_batch_size", global_batch_size)):
             if bound is not None:
                 _check_count(name, bound)
         _check_range(min_val, max_val, init_val, multiple_of)
@@ -135,6 +142,9 @@ class BatchSizeTuner(Callback):
         self.multiple_of = multiple_of
         self.memory_limit = None if memory_limit is None else parse_size(memory_limit, name="memory_limit")
         self.max_trials = max_trials
+        self.global_batch_size = global_batch_size
+        self._global_batch: GlobalBatch | None = None
+        self._paired = False
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
         self._optimizer_setup: OptimizerSetup | None = None
@@ -161,6 +171,8 @@ class BatchSizeTuner(Callback):
         self._stand_behind_checkpointing(trainer)
         self._forget_setup()
         self._optimizer_setup = OptimizerSetup(trainer)
+        if self.global_batch_size is not None:
+            self._global_batch = GlobalBatch(trainer, pl_module, self.global_batch_size)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         setup = self._optimizer_setup
@@ -173,13 +185,20 @@ class BatchSizeTuner(Callback):
             )
         place = BatchSize(trainer, pl_module, self.batch_arg_name)
         ranks = ranks_of(trainer.world_size)
+        if self._global_batch:
+            self._global_batch.accumulate_for_trials()
         with Trials(trainer, place) as trials:
             trials.prepare(self._first(self._search(0, None)))
             room = min(ranks.gather(self._room(trainer, trials)), key=lambda room: room.target)
             agreed = AgreedTrials(trials, ranks, self._room(trainer, trials).target)
             size = self._settle(room, place, agreed, ranks)
+            self._paired = False
+            if size != self.batch_size:
+                size = self._with_a_plan(trainer, pl_module, place, trials, room, size)
         wrap_anew(trainer)
-        if place.settle(size):
+        if self._global_batch:
+            self._global_batch.accumulate(size)
+        if place.settle(size) or self._global_batch:
             setup.again(trainer)
         self.batch_size = size
         self._forget_setup()
@@ -192,10 +211,16 @@ class BatchSizeTuner(Callback):
                 logger.log_hyperparams({self.batch_arg_name: self.batch_size})
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._forget_setup()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._forget_setup()  # Lightning calls no teardown after an exception
+        self._end()  # Lightning calls no teardown after an exception
+
+    def _end(self) -> None:
+        self._forget_setup()
+        if self._global_batch is not None:
+            self._global_batch.put_back()
+            self._global_batch = None
 
     def _refuse(self, trainer: Trainer) -> None:
         for other in callbacks_of(trainer):
@@ -239,7 +264,8 @@ class BatchSizeTuner(Callback):
     def _search(self, target: int, samples: int | None) -> Search:
         most = min((bound for bound in (self.max_val, samples) if bound is not None), default=None)
         try:
-            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials)
+            divides = self._global_batch.per_rank if self._global_batch else None
+            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials, divides)
         except ValueError as error:
             data = "" if samples is None else f"; the train data has {samples} samples"
             raise MisconfigurationException(f"BatchSizeTuner: {error}{data}") from None
@@ -276,6 +302,38 @@ class BatchSizeTuner(Callback):
         except NothingFits:
             raise NothingFits(_why(min(measured, key=lambda m: m.size), search, room)) from None
 
+    def _with_a_plan(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        place: BatchSize,
+        trials: Trials,
+        room: _Room,
+        largest: int,
+    ) -> int:
+        """Beside a planner: the size that is fastest under its own plan, which training then starts with."""
+        for planner in callbacks_of(trainer):
+            to_plan = planner.to_plan(pl_module) if isinstance(planner, ActivationCheckpointing) else None
+            if to_plan is None:
+                continue
+            if trainer.world_size > 1:
+                rank_zero_info(
+                    "BatchSizeTuner: size and memory plan are chosen together in a single process only. Of these "
+                    f"{trainer.world_size} each takes the largest size that fits with everything checkpointed"
+                )
+                return largest
+            handle, policy = to_plan
+            budget = min(room.target, policy.nbytes(room.limit))
+            pair = Pair(trainer, pl_module, trials, handle, budget)
+            tried = pair.try_sizes(self._search(room.target, place.most_samples), largest)
+            if tried:
+                best = max(tried, key=lambda paired: paired.rate)
+                self.trials += [paired.trial for paired in tried]
+                planner.load_state_dict({"plan": best.plan.to_json()})
+                self._paired = True
+                return best.trial.size
+        return largest
+
     def _try(self, search: Search, trials: AgreedTrials, size: int) -> Measurement:
         measurement, seconds = trials.run(size)
         outcome = _outcome(search, measurement)
@@ -284,17 +342,23 @@ class BatchSizeTuner(Callback):
 
     @rank_zero_only
     def _report(self, trainer: Trainer, room: _Room, before: int | None) -> None:
-        title = f"Batch size: {self.batch_size}, the largest measured within {room}"
+        best = "the most samples per second under a memory plan" if self._paired else "the largest measured"
+        title = f"Batch size: {self.batch_size}, {best} within {room}"
         table = Table("Batch size", "Peak", "Of the limit", "Step", "Outcome", title=title)
         for trial in self.trials:
             share = f"{trial.peak / room.limit:.1%}"
             table.add_row(f"{trial.size}", format_size(trial.peak), share, f"{trial.seconds:.3g} s", trial.outcome)
         Console().print(table)
-        if before != self.batch_size:
-            accumulated = trainer.accumulate_grad_batches
-            was = "" if before is None else f", not {before * accumulated} as before"
+        if self._global_batch:
             rank_zero_info(
-                f"BatchSizeTuner: an optimizer step now takes {(self.batch_size or 0) * accumulated} samples{was}; the "
+                f"BatchSizeTuner: an optimizer step takes {self.global_batch_size} samples, as asked: "
+                f"{trainer.accumulate_grad_batches} batches of {self.batch_size} on {data_ranks(trainer)} ranks"
+            )
+        elif before != self.batch_size:
+            of_each = trainer.accumulate_grad_batches * data_ranks(trainer)
+            was = "" if before is None else f", not {before * of_each} as before"
+            rank_zero_info(
+                f"BatchSizeTuner: an optimizer step now takes {(self.batch_size or 0) * of_each} samples{was}; the "
                 "learning rate may want to follow"
             )
 
