@@ -5,7 +5,7 @@
 
 Each search runs in a process of its own whose address space is limited, so that memory really does run out, in
 PyTorch's allocator as on a device. All processes of a model may take equally much. The largest size that fits is found
-by real training steps under that limit, in a process of its own.
+by real training steps under that limit, each size in a process of its own.
 
 A trial step is an optimizer step taken before training starts. An error is an out-of-memory error raised in one. The
 settled size is then trained with, under the same limit.
@@ -184,15 +184,27 @@ def search(model: str, finder: str) -> Result:
     return Result(task.batch_size if hasattr(searched, "at") else 0, steps, errors, ended - started, trained)
 
 
-def scan(model: str, finder: str = "") -> Result:
-    """The largest size at which three steps go through, by bisection among sizes tried from below."""
+def goes_through(model: str, size: int) -> Result:
+    """Whether three steps at a size go through, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         task = limited(model, folder)
-        fits, fails = 1, SAMPLES
-        while fails - fits > 1:
-            size = min(2 * fits, (fits + fails) // 2) if fails == SAMPLES else (fits + fails) // 2
-            fits, fails = (size, fails) if goes_through(task, size, folder) else (fits, size)
-    return Result(fits, 0, 0, 0, trained=True)
+        task.batch_size = size
+        try:
+            trainer_of([], folder, max_steps=3).fit(task)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return Result(0, 0, 1, 0, trained=False)
+    return Result(size, 0, 0, 0, trained=True)
+
+
+def largest_of(model: str) -> int:
+    """The largest size at which steps go through, to a fiftieth."""
+    fits, fails = 0, SAMPLES
+    while fails - fits > max(1, fits // 50):
+        size = max(2 * fits, 16) if fails == SAMPLES else (fits + fails) // 2
+        fits, fails = (size, fails) if in_a_process(model, f"{size}").trained else (fits, size)
+    return fits
 
 
 def allocated(model: str, size: int) -> int:
@@ -204,25 +216,8 @@ def allocated(model: str, size: int) -> int:
         return reader.peak()
 
 
-def goes_through(task: Task, size: int, folder: str) -> bool:
-    """Whether three steps at a size go through."""
-    task.batch_size = size
-    try:
-        trainer_of([], folder, max_steps=3).fit(task)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failed = True
-    else:
-        failed = False
-    for parameter in task.parameters():
-        parameter.grad = None
-    release_unused("cpu")
-    return not failed
-
-
 def in_a_process(model: str, finder: str, allocated: int = 0) -> Result:
-    """Run a search or the scan in a new process, so that what one leaves behind is not the next one's."""
+    """Run a search or a size in a new process, so that what one leaves behind is not the next one's."""
     command = [sys.executable, __file__, "--one", model, finder]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "ALLOCATED": f"{allocated}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -279,11 +274,12 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if args.one:
         model, finder = args.one
-        print(json.dumps(asdict((search if finder in FINDERS else scan)(model, finder))))
+        result = search(model, finder) if finder in FINDERS else goes_through(model, int(finder))
+        print(json.dumps(asdict(result)))
         return 0
     largest, rows = {}, []
     for model in args.models:
-        largest[model] = in_a_process(model, "scan").settled
+        largest[model] = largest_of(model)
         most = allocated(model, largest[model])
         for finder in FINDERS:
             rows.append(row(model, finder, in_a_process(model, finder, most), largest[model]))

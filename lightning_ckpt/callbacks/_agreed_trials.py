@@ -29,7 +29,7 @@ class AgreedTrials:
         self._trials, self._ranks = trials, ranks
         self.target = min(ranks.gather(target))
         self._more = target - self.target  # what this rank may need beyond it
-        trials.decisive = int(_DECISIVE * target)
+        trials.decisive = range(int(_DECISIVE * target), target + 1)
         self.floor = 0
 
     def run(self, size: int) -> tuple[Measurement, float]:

@@ -64,7 +64,7 @@ class Trials:
         copies: bytes of the copies that the readings of this reader would count; readings are given without them.
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
-        decisive: on the host, peaks below this many bytes need not be exact: nothing will be settled by them.
+        decisive: on the host, peaks below this many bytes or above need not be exact: nothing will be settled by them.
         alone: whether no other rank is waited for within a step.
     """
 
@@ -76,7 +76,8 @@ class Trials:
         self._phases = Phases(self._reader.reader)
         self._warm = False
         self._drawn: Snapshot | None = None
-        self.copies = self.floor = self._gradients = self.decisive = 0
+        self.copies = self.floor = self._gradients = 0
+        self.decisive = range(2**62)
         self.alone = steps_alone(trainer)
         self.usable = _USABLE if self._on_host else 1.0
 
@@ -203,10 +204,12 @@ class Trials:
         to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors. Ranks
         that wait for one another take equally many.
         """
-        if not self._on_host or (self.alone and self._peak() < self.decisive):
+        if not self._on_host:
             return
         for _ in range(_MOST_SETTLING_STEPS):
             before = self._peak()
+            if self.alone and before not in self.decisive:
+                return
             step()
             if self.alone and self._peak() < _STILL_GROWING * before:
                 return
