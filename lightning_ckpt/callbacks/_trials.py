@@ -1,8 +1,8 @@
 """Training steps taken to measure their memory, of which nothing remains."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 from types import TracebackType
 from typing import Literal
 
@@ -11,8 +11,16 @@ from lightning.pytorch import Trainer
 from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
-from lightning_ckpt.callbacks._trainer import datamodule_of, optimizer_steps, optimizer_wrappers, scaler_of, unseen
+from lightning_ckpt.callbacks._trainer import (
+    datamodule_of,
+    optimizer_steps,
+    optimizer_wrappers,
+    scaler_of,
+    unseen,
+    validate_one_batch,
+)
 from lightning_ckpt.held import bytes_held, tensors_of
 from lightning_ckpt.memory import HostReader, reader_for, release_unused
 from lightning_ckpt.oom import is_out_of_memory, release
@@ -34,7 +42,7 @@ class Trial:
     Attributes:
         size: samples in the batch.
         peak: highest memory of the step in bytes; where memory ran out, what it had reached.
-        seconds: time of the measured step; where memory ran out, until it did.
+        seconds: time of the measured step, the fastest where several were; where memory ran out, until it did.
         outcome: whether the step was within the target, above it, or ran out of memory.
     """
 
@@ -43,18 +51,34 @@ class Trial:
     seconds: float
     outcome: Outcome
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples a second of this process; 0 where memory ran out."""
+        return 0.0 if self.outcome == "out of memory" else self.size / self.seconds
+
 
 class Trials:
     """While entered, steps can be tried; on leaving, all is as it was before.
+
+    Args:
+        trainer: whose steps they are.
+        place: where the batch size lives.
+        evaluation: gives a validation batch for each trial; None for none.
+        timed_steps: steps to time, of which the fastest counts.
 
     Attributes:
         copies: bytes of the copies that the readings of this reader would count; readings are given without them.
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
+        highest_in: what of the latest trial took the most memory, in words.
     """
 
-    def __init__(self, trainer: Trainer, place: BatchSize) -> None:
+    def __init__(
+        self, trainer: Trainer, place: BatchSize, evaluation: Evaluation | None = None, timed_steps: int = 1
+    ) -> None:
         self._trainer, self._place = trainer, place
+        self._evaluation, self._timed_steps = evaluation, timed_steps
+        self.highest_in = "step"
         self._device = trainer.strategy.root_device
         self._reader = reader_for(self._device)
         self._warm = False
@@ -81,10 +105,13 @@ class Trials:
     def prepare(self, size: int) -> None:
         """Get hold of loaders, at a first size."""
         self._place.prepare(size)
-        self._drawn = Snapshot([], data=self._place.drawn_from())
+        drawn = [*self._place.drawn_from(), *(self._evaluation.drawn_from() if self._evaluation else ())]
+        self._drawn = Snapshot([], data=drawn)
 
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
+
+        Further ones where several are timed, and a validation batch where one is wanted.
 
         Returns:
             What was measured, and the seconds it took.
@@ -94,14 +121,14 @@ class Trials:
         """
         release_unused(self._device)
         self._reader.reset_peak()
-        started = time.perf_counter()
+        started, self.highest_in = perf_counter(), "step"
         try:
             seconds, failed = self._step(size), False
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             release(error)
-            seconds, failed = time.perf_counter() - started, True
+            seconds, failed = perf_counter() - started, True
         measurement = Measurement(size, self._peak(), failed)
         if failed:  # cleaned up here, where the exception is gone and with it what it held
             self._put_back()
@@ -117,13 +144,24 @@ class Trials:
                     step()
                     self._learn_floor()
                 self._reader.reset_peak()
-                started = time.perf_counter()
-                step()
-                _wait_for(self._device)
-                seconds = time.perf_counter() - started
+                seconds = min(self._timed(step) for _ in range(self._timed_steps))
                 self._settle_heap(step)
                 self._warm = True
-                return seconds
+            self._evaluate(size)
+            return seconds
+
+    def _timed(self, step: Callable[[], None]) -> float:
+        started = perf_counter()
+        step()
+        _wait_for(self._device)
+        return perf_counter() - started
+
+    def _evaluate(self, size: int) -> None:
+        loaders = self._evaluation.trial_loaders(size) if self._evaluation else None
+        if loaders is not None:
+            before, self.highest_in = self._peak(), "validation batch"  # until it has shown not to be
+            validate_one_batch(self._trainer, loaders)
+            self.highest_in = "validation batch" if self._peak() > before else "step"
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.

@@ -1,5 +1,6 @@
 """The largest batch size that fits, found before the first step, as a Lightning callback."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -8,11 +9,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
-from rich.table import Table
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._evaluation import Evaluation
+from lightning_ckpt.callbacks._plateau import TIMED_STEPS, fastest, has_levelled_off, reach
+from lightning_ckpt.callbacks._probe import Probing
 from lightning_ckpt.callbacks._trainer import OptimizerSetup, callbacks_of, has_training_to_do, set_callbacks
+from lightning_ckpt.callbacks._trial_report import SearchLine, TrialReport
 from lightning_ckpt.callbacks._trials import Outcome, Trial, Trials
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import reader_for
@@ -53,7 +57,9 @@ class BatchSizeTuner(Callback):
     called once more, so that rates and schedules planned from the size or the number of batches see the new one.
 
     The trials run in `on_fit_start`, before the module's own `on_fit_start` and `on_train_start`; of the module's hooks
-    only those of a batch are called. `ActivationCheckpointing` is put before this callback. Validation is not tried.
+    only those of a batch are called. `ActivationCheckpointing` is put before this callback. The trials are printed as
+    a table, and logged as a table of W&B; `batch_size/per_device` and `batch_size/global` are logged once, unless a
+    `StepMonitor` logs them with each step.
 
     A settled size is saved in checkpoints. A resumed run, and another `fit` with the same callback, use it after one
     trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
@@ -72,10 +78,20 @@ class BatchSizeTuner(Callback):
         memory_limit: memory to fill, in bytes or as `"40GiB"`; `None` for what the device, or on a machine without one
             the process, can hold.
         max_trials: most sizes to try.
+        probe: `"first"`: trials take the samples that come first, and a warning says so where samples differ in size.
+            `"longest"`: they take the largest there are, so that a later batch of long ones fits too. The train data
+            are read for it once: all of up to 65536 samples, as many evenly spaced ones of more, for 10 seconds at
+            most; of a stream as many from its front.
+        stop_at_plateau: share by which samples per second must grow from one size that fits to the next larger one for
+            the search to go on, such as 0.05; below that, the size with the most is settled. A size is then at most
+            four times the one before, and the fastest of three steps counts. `None` for the largest size that fits.
+        evaluation: let each trial run a validation batch of its size too, with the higher peak counting, and give the
+            settled size to validation loaders handed to `fit`. A `val_dataloader` hook is called for each trial, and
+            follows the size if it uses it. `False` leaves validation as it is, and untried.
 
     Attributes:
         batch_size: the settled size; `None` before.
-        trials: every trial, in order: size, peak in bytes, seconds of the step, outcome.
+        trials: every trial, in order: size, peak in bytes, seconds of the step, outcome, samples per second.
 
     Raises:
         ValueError: an argument is out of range.
@@ -100,6 +116,9 @@ class BatchSizeTuner(Callback):
         multiple_of: int = 1,
         memory_limit: int | str | None = None,
         max_trials: int = 8,
+        probe: Literal["first", "longest"] = "first",
+        stop_at_plateau: float | None = None,
+        evaluation: bool = False,
     ) -> None:
         if mode != "search":
             raise ValueError(f'mode={mode!r}: accepted is "search"')
@@ -120,8 +139,13 @@ class BatchSizeTuner(Callback):
         self.multiple_of = multiple_of
         self.memory_limit = None if memory_limit is None else parse_size(memory_limit, name="memory_limit")
         self.max_trials = max_trials
+        _check_probe(probe)
+        _check_growth(stop_at_plateau)
+        _check_switch("evaluation", evaluation)
+        self.probe, self.stop_at_plateau, self.evaluation = probe, stop_at_plateau, evaluation
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
+        self._found: TrialReport | None = None
         self._optimizer_setup: OptimizerSetup | None = None
 
     @property
@@ -156,22 +180,32 @@ class BatchSizeTuner(Callback):
                 "BatchSizeTuner can't put back parameters that are made on the first batch: run one batch through the "
                 "module before `fit`, so that its lazy layers know their shapes"
             )
-        place = BatchSize(trainer, pl_module, self.batch_arg_name)
-        with Trials(trainer, place) as trials:
+        probing = Probing(self.probe)
+        place = BatchSize(trainer, pl_module, self.batch_arg_name, probing.for_trial)
+        evaluation = Evaluation(trainer, probing.for_trial) if self.evaluation and trainer.enable_validation else None
+        timed_steps, before = 1 if self.stop_at_plateau is None else TIMED_STEPS, len(self.trials)
+        with SearchLine(trainer) as line, Trials(trainer, place, evaluation, timed_steps) as trials:
+            line.say("Looking at the data")
             trials.prepare(self._first(self._search(0, None)))
+            probing.look(place)
             room = self._room(trainer, trials)
-            size = self._settle(self._search(room.target, place.most_samples), place, trials, room)
+            size = self._settle(self._search(room.target, place.most_samples), place, trials, room, line)
         if place.settle(size):
             setup.again(trainer)
+        if evaluation is not None:
+            evaluation.settle(size)
         self.batch_size = size
         self._forget_setup()
-        self._report(trainer, room, place.size)
+        self._report(trainer, room, place.size, self.trials[before:])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not earlier: Lightning logs the hyperparameters' initial values right after `on_fit_start`.
         if self.batch_size is not None:
             for logger in trainer.loggers:
                 logger.log_hyperparams({self.batch_arg_name: self.batch_size})
+            if self._found is not None:
+                self._found.log(trainer, self.batch_size)
+        self._found = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._forget_setup()
@@ -235,7 +269,7 @@ class BatchSizeTuner(Callback):
         """The size a fit before or a checkpoint has settled, or else the search's first."""
         return search.nearest(self.batch_size or search.init_val or 2 * search.multiple_of)
 
-    def _settle(self, search: Search, place: BatchSize, trials: Trials, room: _Room) -> int:
+    def _settle(self, search: Search, place: BatchSize, trials: Trials, room: _Room, line: SearchLine) -> int:
         """Try sizes until the search is over, or until the size that was settled before has shown to fit."""
         measured: list[Measurement] = []
         size: int | None = self._first(search)
@@ -246,14 +280,32 @@ class BatchSizeTuner(Callback):
                 size = search.nearest(size)
                 if size in [m.size for m in measured]:
                     break
+            line.trying(size, self._latest(measured), search.max_trials)
             measured.append(self._try(search, trials, size))
             if size == self.batch_size and search.fits(measured[0]):
                 return size
-            size = search.propose(measured, floor=trials.floor)
+            if self._is_at_plateau(self._latest(measured)):
+                return fastest(self._latest(measured))
+            size = self._within_reach(search.propose(measured, floor=trials.floor), search, measured)
         try:
             return search.settled(measured)
         except NothingFits:
-            raise NothingFits(_why(min(measured, key=lambda m: m.size), search, room)) from None
+            least = min(measured, key=lambda m: m.size)
+            raise NothingFits(_why(least, search, room, trials.highest_in)) from None
+
+    def _latest(self, measured: Sequence[Measurement]) -> list[Trial]:
+        """The trials of the search that goes on."""
+        return self.trials[len(self.trials) - len(measured) :]
+
+    def _is_at_plateau(self, tried: Sequence[Trial]) -> bool:
+        return self.stop_at_plateau is not None and has_levelled_off(tried, self.stop_at_plateau)
+
+    def _within_reach(self, size: int | None, search: Search, measured: Sequence[Measurement]) -> int | None:
+        """The proposed size, or a smaller one that does not pass over a plateau."""
+        if size is None or self.stop_at_plateau is None:
+            return size
+        smaller = search.nearest(min(size, reach(self._latest(measured))))
+        return size if smaller in [m.size for m in measured] else smaller
 
     def _try(self, search: Search, trials: Trials, size: int) -> Measurement:
         measurement, seconds = trials.run(size)
@@ -262,13 +314,10 @@ class BatchSizeTuner(Callback):
         return measurement
 
     @rank_zero_only
-    def _report(self, trainer: Trainer, room: _Room, before: int | None) -> None:
-        title = f"Batch size: {self.batch_size}, the largest measured within {room}"
-        table = Table("Batch size", "Peak", "Of the limit", "Step", "Outcome", title=title)
-        for trial in self.trials:
-            share = f"{trial.peak / room.limit:.1%}"
-            table.add_row(f"{trial.size}", format_size(trial.peak), share, f"{trial.seconds:.3g} s", trial.outcome)
-        Console().print(table)
+    def _report(self, trainer: Trainer, room: _Room, before: int | None, tried: Sequence[Trial]) -> None:
+        what = "the most samples per second of those" if self._is_at_plateau(tried) else "the largest"
+        self._found = TrialReport(tried, room.limit, f"Batch size: {self.batch_size}, {what} measured within {room}")
+        Console().print(self._found.table())
         if before != self.batch_size:
             accumulated = trainer.accumulate_grad_batches
             was = "" if before is None else f", not {before * accumulated} as before"
@@ -284,20 +333,39 @@ def _outcome(search: Search, measurement: Measurement) -> Outcome:
     return "fits" if search.fits(measurement) else "too large"
 
 
-def _why(least: Measurement, search: Search, room: _Room) -> str:
+def _why(least: Measurement, search: Search, room: _Room, highest_in: str) -> str:
     """What to tell a person when no size fits."""
     reached = "ran out of memory after reaching" if least.out_of_memory else "has a measured peak of"
     untried = f"; smaller sizes, down to {search.smallest}, are untried: raise max_trials or lower init_val"
     return (
-        f"BatchSizeTuner: not even a batch size of {least.size} fits: its step {reached} {format_size(least.peak)}, "
-        f"and it may use {room}{untried if least.size > search.smallest else ''}. Checkpoint more of the model, lower "
-        "headroom, raise memory_limit, or use a smaller model"
+        f"BatchSizeTuner: not even a batch size of {least.size} fits: its {highest_in} {reached} "
+        f"{format_size(least.peak)}, and it may use {room}{untried if least.size > search.smallest else ''}. "
+        "Checkpoint more of the model, lower headroom, raise memory_limit, or use a smaller model"
     )
 
 
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def _check_probe(probe: object) -> None:
+    if probe not in ("first", "longest"):
+        raise ValueError(f'probe={probe!r}: accepted are "first" and "longest"')
+
+
+def _check_growth(stop_at_plateau: object) -> None:
+    number = isinstance(stop_at_plateau, int | float) and not isinstance(stop_at_plateau, bool)
+    if stop_at_plateau is not None and not (number and 0 <= stop_at_plateau < 1):  # type: ignore[operator]
+        raise ValueError(
+            f"stop_at_plateau={stop_at_plateau!r}: give the share by which samples per second must grow, at least 0 "
+            "and below 1, such as 0.05, or None"
+        )
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: accepted are True and False")
 
 
 def _check_range(min_val: int, max_val: int | None, init_val: int | None, multiple_of: int) -> None:
