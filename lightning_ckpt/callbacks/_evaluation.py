@@ -52,11 +52,17 @@ class Evaluation:
     def settle(self, size: int) -> None:
         """Give the size to the loaders handed to `fit`; a hook is asked again by Lightning."""
         if self._handed is not None and any(batch_size_of(leaf) not in (None, size) for leaf in leaves(self._handed)):
-            hand_validation_loaders(self._trainer, changed(self._handed, lambda leaf: resized(leaf, size)))
+            hand_validation_loaders(
+                self._trainer, changed(self._handed, lambda leaf: resized(leaf, _there(leaf, size)))
+            )
 
     def _tried(self, leaf: Any, size: int) -> Any:
         own = batch_size_of(leaf)
         if own is None:
             return leaf
-        wanted = own if self._handed is None else size
-        return self._for_trial(leaf, min(wanted, most_samples(leaf) or wanted))
+        return self._for_trial(leaf, _there(leaf, own if self._handed is None else size))
+
+
+def _there(leaf: Any, size: int) -> int:
+    """The size, or all the samples there are."""
+    return min(size, most_samples(leaf) or size)

@@ -296,24 +296,28 @@ def request_validation_loaders(trainer: Trainer) -> Any:
 
 
 def validate_one_batch(trainer: Trainer, loaders: CombinedLoader) -> None:
-    """Validate one batch of each loader, inside `unseen`, as Lightning's sanity check does.
+    """Validate one batch of each loader through Lightning's own loop, inside `unseen`.
 
-    The module's hooks are those of a sanity check, which it can tell by `trainer.sanity_checking`. Gradients are
-    dropped before, as they are in training.
+    Gradients are dropped before, as they are in training. The hooks are those of a sanity check, which a module can
+    tell by `trainer.sanity_checking`, up to the batch: at the end of an epoch metrics would wait for other ranks.
     """
-    loop, names = trainer.fit_loop.epoch_loop.val_loop, ("num_sanity_val_steps", "_last_val_time")
-    stage, kept = trainer.state.stage, {name: vars(trainer)[name] for name in names if name in vars(trainer)}
+    loop, stage, steps = trainer.fit_loop.epoch_loop.val_loop, trainer.state.stage, trainer.num_sanity_val_steps
     loop._combined_loader, loop._max_batches = loaders, [1] * len(loaders.flattened)
     loop._last_val_dl_reload_epoch = trainer.current_epoch  # or it would ask for loaders of its own
+    loop.on_run_end = list  # type: ignore[method-assign]
+    loop._store_dataloader_outputs = _nothing  # type: ignore[method-assign]
     try:
         trainer.sanity_checking, trainer.num_sanity_val_steps = True, 1
         trainer.lightning_module.on_validation_model_zero_grad()
         loop.run()
+        loop._on_evaluation_model_train()
     finally:
         loop.teardown()
-        trainer.state.stage = stage
-        vars(trainer).pop("_last_val_time", None)
-        vars(trainer).update(kept)
+        trainer.state.stage, trainer.num_sanity_val_steps = stage, steps
+
+
+def _nothing() -> None:
+    """Stand in for a step that is left out."""
 
 
 def scaler_of(trainer: Trainer) -> Any:

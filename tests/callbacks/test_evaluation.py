@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ckpt import BatchSizeTuner
-from lightning_ckpt.memory import use_reader
+from lightning_ckpt.memory import AllocatorReader, use_reader
 from lightning_ckpt.search import NothingFits
 from recording import Meter, Rowed
 
@@ -52,6 +52,7 @@ class Net(LightningModule):
         self.log("val_mean", self.mean)
 
     def on_validation_epoch_end(self) -> None:
+        ENDED.append(getattr(self, "batch_size", 0))
         self.epochs += not self.trainer.sanity_checking
         self.seen.clear()
 
@@ -66,12 +67,14 @@ class Net(LightningModule):
 
 
 VALIDATED: list[int] = []
-"""Sizes of all validation batches; not an attribute, which the tuner would put back."""
+ENDED: list[int] = []
+"""Sizes of all validation batches, and those at the ends of validation; no attributes, which would be put back."""
 
 
 @pytest.fixture
 def meter() -> Any:
     VALIDATED.clear()
+    ENDED.clear()
     with use_reader(Meter(limit=100 * MIB)) as reader:
         yield reader
 
@@ -101,7 +104,7 @@ def test_the_higher_peak_counts(evaluation: bool, settled: int, meter: Meter) ->
     assert tuner.batch_size == module.batch_size == settled
     tried = VALIDATED[: len(tuner.trials)]
     assert (tried == [trial.size for trial in tuner.trials]) == evaluation
-    assert max(VALIDATED) <= settled or not evaluation
+    assert set(ENDED) == {settled}
 
 
 def test_training_is_what_it_would_have_been(meter: Meter) -> None:
@@ -214,6 +217,14 @@ def test_no_size_is_blamed_for_validation_that_does_not_fit(meter: Meter) -> Non
         fit(module, BatchSizeTuner(evaluation=True))
 
 
+def test_a_loader_that_drops_its_last_batch_is_left_one(meter: Meter) -> None:
+    """Thirty samples of validation in batches of 45 would be none."""
+    handed = DataLoader(rows(30), batch_size=10, drop_last=True)
+    trainer = fit(Net(meter), BatchSizeTuner(evaluation=True), DataLoader(rows(), batch_size=8), handed)
+    used: Any = trainer.val_dataloaders
+    assert (used.batch_size, len(used)) == (30, 1)
+
+
 @pytest.mark.parametrize(("evaluation", "expected"), [(True, 45), (False, 16)])
 def test_loaders_handed_to_fit_get_the_size(evaluation: bool, expected: int, meter: Meter) -> None:
     """With everything else about them; without being asked, they are the user's own."""
@@ -313,8 +324,8 @@ def test_validation_that_is_off_is_not_tried(meter: Meter) -> None:
     assert VALIDATED == []
 
 
-def test_reloading_and_checks_by_time_go_on_as_set(meter: Meter) -> None:
-    """Loaders made anew each epoch are not made within a trial, and when validation ran last is not remembered."""
+def test_reloading_goes_on_as_set(meter: Meter) -> None:
+    """Loaders made anew each epoch are made once for a trial."""
     asked: list[int] = []
 
     class Asked(Net):
@@ -325,3 +336,22 @@ def test_reloading_and_checks_by_time_go_on_as_set(meter: Meter) -> None:
     tuner = BatchSizeTuner(evaluation=True)
     fit(Asked(meter), tuner, max_epochs=2, reload_dataloaders_every_n_epochs=1)
     assert asked == [*(trial.size for trial in tuner.trials), 45, 45]
+
+
+def test_real_validation_stays_within_the_target(meter: Meter) -> None:
+    """By the allocator's own bytes, of validation that takes many times what training does."""
+
+    class Wide(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            (self.net(batch[0]) * torch.ones(1, 1 << 14)).softmax(-1).sum()
+
+    def peak(size: int, tuner: BatchSizeTuner | None) -> int:
+        with AllocatorReader() as reader, use_reader(reader):
+            fit(Wide(meter, size), tuner)
+            return reader.peak()
+
+    target = peak(100, None)
+    tuner = BatchSizeTuner(evaluation=True, headroom=0.5, memory_limit=2 * target)
+    peak(8, tuner)
+    assert 95 <= (tuner.batch_size or 0) <= 100
+    assert peak(tuner.batch_size or 0, None) <= target
