@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import WandbLogger
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 from typing_extensions import Self
 
 from lightning_ckpt.callbacks._trainer import batch_share, callbacks_of, step_axis
@@ -96,7 +97,7 @@ class SearchLine:
     def say(self, text: str) -> None:
         """Show another text."""
         if self._live:
-            self._live.update(text, refresh=True)
+            self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def trying(self, size: int, trials: Sequence[Trial], most: int) -> None:
         """Show the size that is about to be tried, and the best of the trials so far."""
