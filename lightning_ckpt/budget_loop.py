@@ -9,7 +9,7 @@ peak is read, and a peak above the budget, of a longer batch, tightens the plan 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +22,12 @@ from lightning_ckpt.memory import GIB, ExactHostReader, HostReader, Interval, Me
 from lightning_ckpt.peak_model import PeakModel, Stretch
 from lightning_ckpt.planning import Option, Plan, solve
 from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.processes import Alone, Ranks
 from lightning_ckpt.profiles import Profile
 from lightning_ckpt.profiling import Profiler
 from lightning_ckpt.recompute import CheckpointedBlocks
 from lightning_ckpt.timeline import Peaks, Timeline
 from lightning_ckpt.treatments import Treatment, choices
-
-_T = TypeVar("_T")
 
 # Steps under a plan before the best of them stays.
 _ROUNDS = 4
@@ -41,35 +40,6 @@ _PATIENCE = 3
 # Steps after a plan stands in which a host's resident size may still grow by itself: the C library keeps what a step
 # frees in pieces that the next one can't all use.
 _SETTLING = 3
-
-
-class Ranks(Protocol):
-    """The processes that must run one plan; all of them call the same of these in the same order."""
-
-    def gather(self, value: _T) -> list[_T]:
-        """The value of every rank, in order."""
-
-    def from_first(self, value: _T) -> _T:
-        """The first rank's value."""
-
-    def most(self, number: int) -> int:
-        """The largest of all ranks' numbers, without waiting for a device."""
-
-
-class Alone:
-    """One process."""
-
-    def gather(self, value: _T) -> list[_T]:
-        """This process's value alone."""
-        return [value]
-
-    def from_first(self, value: _T) -> _T:
-        """This process's value."""
-        return value
-
-    def most(self, number: int) -> int:
-        """This process's number."""
-        return number
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,20 @@
 """The budget loop of one `fit`: the trainer's hooks, optimizers, ranks and loggers."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_ckpt.budget_loop import Alone, BudgetLoop, News, Ranks
+from lightning_ckpt.budget_loop import BudgetLoop, News
 from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._trainer import step_axis
 from lightning_ckpt.causes import MemoryByCause
 from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.processes import ranks_of
 from lightning_ckpt.recompute import CheckpointedBlocks
-
-_T = TypeVar("_T")
 
 # Blocks are measured in a moment; a bar is for models that keep a person waiting.
 _MANY_BLOCKS = 24
@@ -43,14 +40,13 @@ class BudgetRun:
         optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
         # A module that optimizes by hand may step an optimizer that Lightning does not count.
         self._hooks = [optimizer.register_step_post_hook(self._take_step) for optimizer in optimizers]
-        ranks: Ranks = Processes() if trainer.world_size > 1 else Alone()
         self._loop = BudgetLoop(
             handle,
             pl_module,
             policy,
             optimizers=optimizers,
             device=trainer.strategy.root_device,
-            ranks=ranks,
+            ranks=ranks_of(trainer.world_size),
             known=known,
             progress=trainer.is_global_zero and len(handle.blocks) >= _MANY_BLOCKS,
         )
@@ -107,29 +103,3 @@ class BudgetRun:
         config = {"policy": coverage.policy, "blocks": blocks, "plan": self._logged.summary()}
         for logger in self._trainer.loggers:
             logger.log_hyperparams({"activation_checkpointing": config})
-
-
-class Processes:
-    """All ranks of the default process group."""
-
-    def __init__(self) -> None:
-        # Numbers of every step go over the host, so that nobody waits for a device.
-        self._host = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-
-    def gather(self, value: _T) -> list[_T]:
-        """The value of every rank, in order."""
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._host)
-        return values
-
-    def from_first(self, value: _T) -> _T:
-        """The first rank's value."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._host)
-        return values[0]
-
-    def most(self, number: int) -> int:
-        """The largest of all ranks' numbers, without waiting for a device."""
-        most = torch.tensor([number])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._host)
-        return int(most)

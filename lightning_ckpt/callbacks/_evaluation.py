@@ -1,7 +1,6 @@
 """Validation batches for trials, and the validation loaders that follow the batch size."""
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -10,10 +9,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_ckpt.callbacks._batch_size import ForTrial
 from lightning_ckpt.callbacks._loaders import batch_size_of, changed, drawn_from, leaves, most_samples, resized
 from lightning_ckpt.callbacks._trainer import (
+    data_ranks,
     hand_validation_loaders,
     request_validation_loaders,
+    shares_samples_out,
     validation_loaders_handed,
 )
+from lightning_ckpt.snapshot import Snapshot
 
 
 class Evaluation:
@@ -30,10 +32,7 @@ class Evaluation:
     def __init__(self, trainer: Trainer, for_trial: ForTrial) -> None:
         self._trainer, self._for_trial = trainer, for_trial
         self._handed = validation_loaders_handed(trainer)
-
-    def drawn_from(self) -> Iterable[object]:
-        """The objects whose state reading a batch may change, as far as they are there before a hook is asked."""
-        return () if self._handed is None else drawn_from(self._handed)
+        self._drawn: list[Snapshot] = []
 
     def trial_loaders(self, size: int) -> CombinedLoader | None:
         """Loaders of which each gives batches as validation would see them; None where there are none.
@@ -45,24 +44,31 @@ class Evaluation:
             found = request_validation_loaders(self._trainer)
         if not isinstance(found, CombinedLoader):
             found = CombinedLoader([] if found is None else found, "sequential")
+        self._drawn.append(Snapshot([], data=drawn_from(found)))
         loaders = copy.copy(found)
         loaders.flattened = [self._tried(leaf, size) for leaf in loaders.flattened]
         return loaders if loaders.flattened else None
 
+    def put_back(self) -> None:
+        """Give datasets, samplers and generators the state they had before they were read."""
+        for snapshot in reversed(self._drawn):  # hooks may make loaders of the same data time and again
+            snapshot.restore()
+
     def settle(self, size: int) -> None:
         """Give the size to the loaders handed to `fit`; a hook is asked again by Lightning."""
         if self._handed is not None and any(batch_size_of(leaf) not in (None, size) for leaf in leaves(self._handed)):
-            hand_validation_loaders(
-                self._trainer, changed(self._handed, lambda leaf: resized(leaf, _there(leaf, size)))
-            )
+            hand_validation_loaders(self._trainer, changed(self._handed, lambda leaf: self._resized(leaf, size)))
 
     def _tried(self, leaf: Any, size: int) -> Any:
         own = batch_size_of(leaf)
         if own is None:
             return leaf
-        return self._for_trial(leaf, _there(leaf, own if self._handed is None else size))
+        return self._for_trial(leaf, self._there(leaf, own if self._handed is None else size))
 
+    def _resized(self, leaf: Any, size: int) -> Any:
+        return resized(leaf, self._there(leaf, size))
 
-def _there(leaf: Any, size: int) -> int:
-    """The size, or all the samples there are."""
-    return min(size, most_samples(leaf) or size)
+    def _there(self, leaf: Any, size: int) -> int:
+        """The size, or all the samples there are for a rank."""
+        ranks = data_ranks(self._trainer) if shares_samples_out(self._trainer, leaf) else 1
+        return min(size, most_samples(leaf, lambda _: ranks) or size)

@@ -18,6 +18,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _extract_batch_size
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ckpt.callbacks._loaders import drawn_from
 from lightning_ckpt.snapshot import RandomState, Snapshot
@@ -229,6 +231,56 @@ def unseen(trainer: Trainer) -> Iterator[None]:
     finally:
         vars(trainer).update(kept)
         trainer.strategy.lr_scheduler_configs = schedulers
+
+
+@contextmanager
+def by_itself(trainer: Trainer) -> Iterator[None]:
+    """Let a rank take steps without the others, inside `unseen`, where it has all of the model.
+
+    `DistributedDataParallel` is left out, so that neither gradients nor buffers are reduced; nor are logged values, and
+    no word of a signal to end is passed on.
+    """
+    strategy, wrapped = trainer.strategy, trainer.strategy.model
+    if not isinstance(wrapped, DistributedDataParallel):
+        yield
+        return
+    strategy.model = trainer.lightning_module
+    strategy.reduce = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        strategy.model = wrapped
+        del strategy.reduce
+
+
+def wrap_anew(trainer: Trainer) -> None:
+    """Let `static_graph=True` be learned from training: the wrapper has counted the backward passes taken without it."""
+    wrapped = trainer.strategy.model
+    if isinstance(wrapped, DistributedDataParallel) and wrapped.static_graph:
+        trainer.strategy.model = trainer.lightning_module
+        trainer.strategy.configure_ddp()  # type: ignore[attr-defined]
+
+
+def steps_alone(trainer: Trainer) -> bool:
+    """Whether a rank can take steps `by_itself`."""
+    return trainer.world_size == 1 or isinstance(trainer.strategy.model, DistributedDataParallel)
+
+
+def data_ranks(trainer: Trainer) -> int:
+    """How many ranks have batches of their own."""
+    return round(batch_share(trainer) * trainer.world_size)
+
+
+def shares_samples_out(trainer: Trainer, loader: Any) -> bool:
+    """Whether Lightning will put a distributed sampler into this loader, which has none yet."""
+    return (
+        isinstance(loader, DataLoader)
+        and data_ranks(trainer) > 1
+        and trainer._accelerator_connector.use_distributed_sampler
+        and not isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.sampler, DistributedSampler)
+    )
 
 
 def _fresh_loop(trainer: Trainer) -> _FitLoop:

@@ -14,10 +14,12 @@ from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
 from lightning_ckpt.callbacks._trainer import (
+    by_itself,
     datamodule_of,
     optimizer_steps,
     optimizer_wrappers,
     scaler_of,
+    steps_alone,
     unseen,
     validate_one_batch,
 )
@@ -71,6 +73,7 @@ class Trials:
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
         highest_in: what of the latest trial took the most memory, in words.
+        alone: whether no other rank is waited for within a step.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Trials:
         self._warm = False
         self._drawn: Snapshot | None = None
         self.copies = self.floor = 0
+        self.alone = steps_alone(trainer)
         self.usable = _USABLE if isinstance(self._reader, HostReader) else 1.0
 
     def __enter__(self) -> Self:
@@ -105,8 +109,7 @@ class Trials:
     def prepare(self, size: int) -> None:
         """Get hold of loaders, at a first size."""
         self._place.prepare(size)
-        drawn = [*self._place.drawn_from(), *(self._evaluation.drawn_from() if self._evaluation else ())]
-        self._drawn = Snapshot([], data=drawn)
+        self._drawn = Snapshot([], data=self._place.drawn_from())
 
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
@@ -137,7 +140,7 @@ class Trials:
         return measurement, seconds
 
     def _step(self, size: int) -> float:
-        with unseen(self._trainer):
+        with unseen(self._trainer), by_itself(self._trainer):
             loaders = self._place.trial_loaders(size)
             with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
                 if not self._warm:
@@ -167,14 +170,15 @@ class Trials:
         """Take further steps while the resident size grows.
 
         The C library keeps what a step frees in pieces that the next one can't all use, so that the same step takes up
-        to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors.
+        to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors. Ranks
+        that wait for one another take equally many.
         """
         if not isinstance(self._reader, HostReader):
             return
         for _ in range(_MOST_SETTLING_STEPS):
             before = self._peak()
             step()
-            if self._peak() < _STILL_GROWING * before:
+            if self.alone and self._peak() < _STILL_GROWING * before:
                 return
 
     def _learn_floor(self) -> None:
@@ -191,6 +195,8 @@ class Trials:
         return max(self._reader.peak() - self.copies, 0)
 
     def _put_back(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.put_back()
         if self._drawn is not None:
             self._drawn.restore()
         self._state.restore()

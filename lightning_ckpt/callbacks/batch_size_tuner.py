@@ -11,15 +11,23 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 from torch.nn.parameter import is_lazy
 
+from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._plateau import TIMED_STEPS, fastest, has_levelled_off, reach
 from lightning_ckpt.callbacks._probe import Probing
-from lightning_ckpt.callbacks._trainer import OptimizerSetup, callbacks_of, has_training_to_do, set_callbacks
+from lightning_ckpt.callbacks._trainer import (
+    OptimizerSetup,
+    callbacks_of,
+    has_training_to_do,
+    set_callbacks,
+    wrap_anew,
+)
 from lightning_ckpt.callbacks._trial_report import SearchLine, TrialReport
 from lightning_ckpt.callbacks._trials import Outcome, Trial, Trials
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import reader_for
+from lightning_ckpt.processes import Ranks, ranks_of
 from lightning_ckpt.search import Measurement, NothingFits, Search
 from lightning_ckpt.sizes import format_size, parse_size
 
@@ -61,6 +69,11 @@ class BatchSizeTuner(Callback):
     a table, and logged as a table of W&B; `batch_size/per_device` and `batch_size/global` are logged once, unless a
     `StepMonitor` logs them with each step.
 
+    Of several processes all take one size, the largest that fits on each of them. Under DDP a trial waits for no other
+    rank, so one that runs out of memory is a bound like any other; with `gradient_as_bucket_view=True` gradients count
+    twice in it, so that the size is on the safe side. Where ranks share the parts of a model (FSDP2) they wait for one
+    another within a step, and an out-of-memory error ends the run, with what to do; sizes grow so that there is none.
+
     A settled size is saved in checkpoints. A resumed run, and another `fit` with the same callback, use it after one
     trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
     `fast_dev_run` nothing is done.
@@ -95,8 +108,9 @@ class BatchSizeTuner(Callback):
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: when `fit` starts: no batch size was found that can be changed; several processes;
-            a `LearningRateFinder` or `BatchSizeFinder` beside it.
+        MisconfigurationException: when `fit` starts: no batch size was found that can be changed; a
+            `LearningRateFinder` or `BatchSizeFinder` beside it.
+        RuntimeError: in a trial: another rank has failed; or memory ran out where ranks wait for one another in a step.
         NothingFits: when `fit` starts: not even the smallest size allowed fits.
 
     Example:
@@ -180,16 +194,19 @@ class BatchSizeTuner(Callback):
                 "BatchSizeTuner can't put back parameters that are made on the first batch: run one batch through the "
                 "module before `fit`, so that its lazy layers know their shapes"
             )
-        probing = Probing(self.probe)
+        probing, before = Probing(self.probe), len(self.trials)
         place = BatchSize(trainer, pl_module, self.batch_arg_name, probing.for_trial)
         evaluation = Evaluation(trainer, probing.for_trial) if self.evaluation and trainer.enable_validation else None
-        timed_steps, before = 1 if self.stop_at_plateau is None else TIMED_STEPS, len(self.trials)
+        timed_steps = 1 if self.stop_at_plateau is None else TIMED_STEPS
+        ranks = ranks_of(trainer.world_size)
         with SearchLine(trainer) as line, Trials(trainer, place, evaluation, timed_steps) as trials:
             line.say("Looking at the data")
             trials.prepare(self._first(self._search(0, None)))
             probing.look(place)
-            room = self._room(trainer, trials)
-            size = self._settle(self._search(room.target, place.most_samples), place, trials, room, line)
+            room = min(ranks.gather(self._room(trainer, trials)), key=lambda room: room.target)
+            agreed = AgreedTrials(trials, ranks, self._room(trainer, trials).target)
+            size = self._settle(room, place, agreed, ranks, line)
+        wrap_anew(trainer)
         if place.settle(size):
             setup.again(trainer)
         if evaluation is not None:
@@ -214,11 +231,6 @@ class BatchSizeTuner(Callback):
         self._forget_setup()  # Lightning calls no teardown after an exception
 
     def _refuse(self, trainer: Trainer) -> None:
-        if trainer.world_size > 1:
-            raise MisconfigurationException(
-                f"BatchSizeTuner works in a single process for now, and this trainer runs {trainer.world_size}: find "
-                "the size with Trainer(devices=1), then set it by hand"
-            )
         for other in callbacks_of(trainer):
             if isinstance(other, LearningRateFinder):
                 raise MisconfigurationException(
@@ -269,12 +281,14 @@ class BatchSizeTuner(Callback):
         """The size a fit before or a checkpoint has settled, or else the search's first."""
         return search.nearest(self.batch_size or search.init_val or 2 * search.multiple_of)
 
-    def _settle(self, search: Search, place: BatchSize, trials: Trials, room: _Room, line: SearchLine) -> int:
+    def _settle(self, room: _Room, place: BatchSize, trials: AgreedTrials, ranks: Ranks, line: SearchLine) -> int:
         """Try sizes until the search is over, or until the size that was settled before has shown to fit."""
         measured: list[Measurement] = []
+        known = [samples for samples in ranks.gather(place.most_samples) if samples is not None]
+        search = self._search(room.target, min(known, default=None))
         size: int | None = self._first(search)
         while size is not None:
-            there = place.samples_up_to(size)
+            there = min(ranks.gather(place.samples_up_to(size)))
             if there < size:  # a stream that turned out short
                 search = self._search(room.target, there)
                 size = search.nearest(size)
@@ -307,7 +321,7 @@ class BatchSizeTuner(Callback):
         smaller = search.nearest(min(size, reach(self._latest(measured))))
         return size if smaller in [m.size for m in measured] else smaller
 
-    def _try(self, search: Search, trials: Trials, size: int) -> Measurement:
+    def _try(self, search: Search, trials: AgreedTrials, size: int) -> Measurement:
         measurement, seconds = trials.run(size)
         outcome = _outcome(search, measurement)
         self.trials.append(Trial(size, measurement.peak, seconds, outcome))

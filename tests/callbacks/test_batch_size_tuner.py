@@ -890,14 +890,6 @@ def test_finders_of_lightning_beside_it_are_refused(
             run(Net(), callbacks, tmp_path)
 
 
-def test_several_processes_are_refused() -> None:
-    class Two:
-        world_size = 2
-
-    with pytest.raises(MisconfigurationException, match="single process for now, and this trainer runs 2"):
-        BatchSizeTuner().setup(Two(), Net(), "fit")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ckpt import BatchSizeTuner
@@ -137,6 +138,40 @@ def test_parts_in_eval_mode_stay_there(meter: Meter) -> None:
     with pytest.warns(UserWarning, match="in eval mode"):
         fit(module, BatchSizeTuner(evaluation=True))
     assert module.modes == [True, False, True, True]
+
+
+class Noisy(Dataset[Any]):
+    """Validation data with random numbers of their own, which a module keeps."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.full((4,), float(self.rng.random())),)
+
+
+@pytest.mark.parametrize("handed", [False, True])
+def test_reading_for_trials_leaves_the_datas_own_random_numbers(handed: bool, meter: Meter) -> None:
+    """Whether a hook makes the loaders or `fit` is given them."""
+
+    class Kept(Net):
+        def __init__(self, meter: Meter, size: int) -> None:
+            super().__init__(meter, size)
+            self.data = Noisy()
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.data, batch_size=self.batch_size)
+
+    states = []
+    for size, tuner in ((8, BatchSizeTuner(evaluation=True)), (45, None)):
+        module = Kept(meter, size)
+        loaders = (module.train_dataloader(), module.val_dataloader()) if handed else ()
+        fit(module, tuner, *loaders)
+        states.append(module.data.rng.bit_generator.state)
+    assert states[0] == states[1]
 
 
 class Failing(Net):
