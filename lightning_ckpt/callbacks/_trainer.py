@@ -255,7 +255,7 @@ def by_itself(trainer: Trainer) -> Iterator[None]:
 
 
 def wrap_anew(trainer: Trainer) -> None:
-    """Let `static_graph=True` be learned from training: the wrapper has counted the backward passes taken without it."""
+    """Let `static_graph=True` be learned from training: the wrapper has counted backward passes taken without it."""
     wrapped = trainer.strategy.model
     if isinstance(wrapped, DistributedDataParallel) and wrapped.static_graph:
         trainer.strategy.model = trainer.lightning_module

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import Self
 
-from lightning_ckpt.callbacks._trainer import batch_share, callbacks_of, step_axis
+from lightning_ckpt.callbacks._trainer import callbacks_of, data_ranks, step_axis
 from lightning_ckpt.callbacks._trials import Trial
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.memory import GIB
@@ -109,5 +109,4 @@ class SearchLine:
 def _sizes(trainer: Trainer, size: int) -> dict[str, float]:
     """The keys of `StepMonitor`, with its meaning: samples of a batch, and of an optimizer step over all ranks."""
     batches = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
-    ranks = trainer.world_size * batch_share(trainer)
-    return {"batch_size/per_device": float(size), "batch_size/global": float(round(size * batches * ranks))}
+    return {"batch_size/per_device": float(size), "batch_size/global": float(size * batches * data_ranks(trainer))}

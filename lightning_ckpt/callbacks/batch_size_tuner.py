@@ -14,11 +14,13 @@ from torch.nn.parameter import is_lazy
 from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
+from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._plateau import TIMED_STEPS, fastest, has_levelled_off, reach
 from lightning_ckpt.callbacks._probe import Probing
 from lightning_ckpt.callbacks._trainer import (
     OptimizerSetup,
     callbacks_of,
+    data_ranks,
     has_training_to_do,
     set_callbacks,
     wrap_anew,
@@ -91,6 +93,9 @@ class BatchSizeTuner(Callback):
         memory_limit: memory to fill, in bytes or as `"40GiB"`; `None` for what the device, or on a machine without one
             the process, can hold.
         max_trials: most sizes to try.
+        global_batch_size: samples of an optimizer step, over all processes and micro-batches, to be kept whatever the
+            batch size: sizes tried divide it, and `accumulate_grad_batches` follows. `None` lets the step grow with the
+            batch, which one line in the log says.
         probe: `"first"`: trials take the samples that come first, and a warning says so where samples differ in size.
             `"longest"`: they take the largest there are, so that a later batch of long ones fits too. The train data
             are read for it once: all of up to 65536 samples, as many evenly spaced ones of more, for 10 seconds at
@@ -130,6 +135,7 @@ class BatchSizeTuner(Callback):
         multiple_of: int = 1,
         memory_limit: int | str | None = None,
         max_trials: int = 8,
+        global_batch_size: int | None = None,
         probe: Literal["first", "longest"] = "first",
         stop_at_plateau: float | None = None,
         evaluation: bool = False,
@@ -142,7 +148,7 @@ class BatchSizeTuner(Callback):
             raise ValueError(f'batch_arg_name={batch_arg_name!r}: give the name of an attribute, like "batch_size"')
         for name, value in (("min_val", min_val), ("multiple_of", multiple_of), ("max_trials", max_trials)):
             _check_count(name, value)
-        for name, bound in (("max_val", max_val), ("init_val", init_val)):
+        for name, bound in (("max_val", max_val), ("init_val", init_val), ("global_batch_size", global_batch_size)):
             if bound is not None:
                 _check_count(name, bound)
         _check_range(min_val, max_val, init_val, multiple_of)
@@ -153,6 +159,8 @@ class BatchSizeTuner(Callback):
         self.multiple_of = multiple_of
         self.memory_limit = None if memory_limit is None else parse_size(memory_limit, name="memory_limit")
         self.max_trials = max_trials
+        self.global_batch_size = global_batch_size
+        self._global_batch: GlobalBatch | None = None
         _check_probe(probe)
         _check_growth(stop_at_plateau)
         _check_switch("evaluation", evaluation)
@@ -184,6 +192,8 @@ class BatchSizeTuner(Callback):
         self._stand_behind_checkpointing(trainer)
         self._forget_setup()
         self._optimizer_setup = OptimizerSetup(trainer)
+        if self.global_batch_size is not None:
+            self._global_batch = GlobalBatch(trainer, pl_module, self.global_batch_size)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         setup = self._optimizer_setup
@@ -199,6 +209,8 @@ class BatchSizeTuner(Callback):
         evaluation = Evaluation(trainer, probing.for_trial) if self.evaluation and trainer.enable_validation else None
         timed_steps = 1 if self.stop_at_plateau is None else TIMED_STEPS
         ranks = ranks_of(trainer.world_size)
+        if self._global_batch:
+            self._global_batch.accumulate_for_trials()
         with SearchLine(trainer) as line, Trials(trainer, place, evaluation, timed_steps) as trials:
             line.say("Looking at the data")
             trials.prepare(self._first(self._search(0, None)))
@@ -207,7 +219,9 @@ class BatchSizeTuner(Callback):
             agreed = AgreedTrials(trials, ranks, self._room(trainer, trials).target)
             size = self._settle(room, place, agreed, ranks, line)
         wrap_anew(trainer)
-        if place.settle(size):
+        if self._global_batch:
+            self._global_batch.accumulate(size)
+        if place.settle(size) or self._global_batch:
             setup.again(trainer)
         if evaluation is not None:
             evaluation.settle(size)
@@ -225,10 +239,16 @@ class BatchSizeTuner(Callback):
         self._found = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._forget_setup()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._forget_setup()  # Lightning calls no teardown after an exception
+        self._end()  # Lightning calls no teardown after an exception
+
+    def _end(self) -> None:
+        self._forget_setup()
+        if self._global_batch is not None:
+            self._global_batch.put_back()
+            self._global_batch = None
 
     def _refuse(self, trainer: Trainer) -> None:
         for other in callbacks_of(trainer):
@@ -272,7 +292,8 @@ class BatchSizeTuner(Callback):
     def _search(self, target: int, samples: int | None) -> Search:
         most = min((bound for bound in (self.max_val, samples) if bound is not None), default=None)
         try:
-            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials)
+            divides = self._global_batch.per_rank if self._global_batch else None
+            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials, divides)
         except ValueError as error:
             data = "" if samples is None else f"; the train data has {samples} samples"
             raise MisconfigurationException(f"BatchSizeTuner: {error}{data}") from None
@@ -332,11 +353,16 @@ class BatchSizeTuner(Callback):
         what = "the most samples per second of those" if self._is_at_plateau(tried) else "the largest"
         self._found = TrialReport(tried, room.limit, f"Batch size: {self.batch_size}, {what} measured within {room}")
         Console().print(self._found.table())
-        if before != self.batch_size:
-            accumulated = trainer.accumulate_grad_batches
-            was = "" if before is None else f", not {before * accumulated} as before"
+        if self._global_batch:
             rank_zero_info(
-                f"BatchSizeTuner: an optimizer step now takes {(self.batch_size or 0) * accumulated} samples{was}; the "
+                f"BatchSizeTuner: an optimizer step takes {self.global_batch_size} samples, as asked: "
+                f"{trainer.accumulate_grad_batches} batches of {self.batch_size} on {data_ranks(trainer)} ranks"
+            )
+        elif before != self.batch_size:
+            of_each = trainer.accumulate_grad_batches * data_ranks(trainer)
+            was = "" if before is None else f", not {before * of_each} as before"
+            rank_zero_info(
+                f"BatchSizeTuner: an optimizer step now takes {(self.batch_size or 0) * of_each} samples{was}; the "
                 "learning rate may want to follow"
             )
 

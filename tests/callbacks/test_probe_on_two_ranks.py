@@ -24,11 +24,11 @@ MIB = 2**20
 
 
 class Net(LightningModule):
-    """The first rank is faster; validation of 24 samples runs out of memory on the second. Metrics wait for all."""
+    """The first rank is faster; on the second validation of `fails_at` samples runs out of memory. Metrics wait."""
 
-    def __init__(self, rank: int, clock: Clock, meter: Meter) -> None:
+    def __init__(self, rank: int, clock: Clock, meter: Meter, fails_at: float) -> None:
         super().__init__()
-        self.rank, self.clock, self.meter, self.batch_size = rank, clock, meter, 4
+        self.fails_at, self.rank, self.clock, self.meter, self.batch_size = fails_at, rank, clock, meter, 4
         self.net, self.mean = nn.Linear(6, 1), MeanMetric()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -37,7 +37,7 @@ class Net(LightningModule):
         return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        if self.rank == 1 and len(batch[0]) >= 24:
+        if self.rank == 1 and len(batch[0]) >= self.fails_at:
             raise torch.OutOfMemoryError("CUDA")
         self.mean(self.net(batch[0]).mean())
         self.log("mean", self.mean)
@@ -73,7 +73,7 @@ def _search(rank: int, arguments: dict[str, Any], folder: Path) -> None:
         default_root_dir=folder,
     )
     with use_reader(meter):
-        trainer.fit(Net(rank, clock, meter))
+        trainer.fit(Net(rank, clock, meter, 24 if tuner.evaluation else 1e9))
     told = tuner.batch_size, [(t.size, t.outcome, t.seconds) for t in tuner.trials], trainer.global_step
     torch.save((told, [row for _, row in logger.calls if "batch_size/global" in row]), folder / f"{rank}.pt")
 

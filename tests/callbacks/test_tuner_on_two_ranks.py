@@ -94,9 +94,9 @@ def fit(
     tune: bool = True,
     data: Any = None,
     steps: int = 3,
-    **options: Any,
+    tuner: BatchSizeTuner | None = None,
 ) -> BatchSizeTuner:
-    tuner = BatchSizeTuner()
+    tuner = tuner or BatchSizeTuner()
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -203,6 +203,21 @@ def test_a_loader_handed_to_fit_is_shared_out(sampler: bool, tmp_path: Path) -> 
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first == second
     assert first[0] == 200
+
+
+def _global(rank: int, folder: Path) -> None:
+    """40 samples fit on a rank, and a step is to take 96 on both together."""
+    module = Net(rank, Meter(20))
+    tuner = fit(module, ddp(), folder, tuner=BatchSizeTuner(global_batch_size=96))
+    torch.save((tuner.batch_size, module.losses[-6:]), folder / f"{rank}.pt")
+
+
+def test_a_global_batch_is_shared_out_among_ranks(tmp_path: Path) -> None:
+    """Two ranks with two batches of 24 each: the largest size that fits and divides 48."""
+    on_two_ranks(_global, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first[0] == second[0] == 24
+    assert first[1] != second[1]  # each has batches of its own
 
 
 def _static(rank: int, folder: Path) -> None:
