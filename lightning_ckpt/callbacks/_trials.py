@@ -1,6 +1,7 @@
 """Training steps taken to measure their memory, of which nothing remains."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -34,7 +35,7 @@ _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
 _USABLE = 0.96
 
-Outcome = Literal["fits", "too large", "out of memory"]
+Outcome = Literal["fits", "too large", "out of memory", "planned"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Trial:
         size: samples in the batch.
         peak: highest memory of the step in bytes; where memory ran out, what it had reached.
         seconds: time of the measured step, the fastest where several were; where memory ran out, until it did.
-        outcome: whether the step was within the target, above it, or ran out of memory.
+        outcome: whether the step was within the target, above it, ran out of memory, or ran under a memory plan.
     """
 
     size: int
@@ -122,8 +123,6 @@ class Trials:
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        release_unused(self._device)
-        self._reader.reset_peak()
         started, self.highest_in = perf_counter(), "step"
         try:
             seconds, failed = self._step(size), False
@@ -139,25 +138,34 @@ class Trials:
             release_unused(self._device)
         return measurement, seconds
 
-    def _step(self, size: int) -> float:
+    @contextmanager
+    def steps(self, size: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that takes one optimizer step with batches of this size."""
+        release_unused(self._device)
         with unseen(self._trainer), by_itself(self._trainer):
             loaders = self._place.trial_loaders(size)
             with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
-                if not self._warm:
-                    step()
-                    self._learn_floor()
-                self._reader.reset_peak()
-                seconds = min(self._timed(step) for _ in range(self._timed_steps))
-                self._settle_heap(step)
-                self._warm = True
-            self._evaluate(size)
-            return seconds
+                yield step
 
-    def _timed(self, step: Callable[[], None]) -> float:
+    def timed(self, step: Callable[[], None]) -> float:
+        """Take a step, and return the seconds until the device has done it."""
         started = perf_counter()
         step()
         _wait_for(self._device)
         return perf_counter() - started
+
+    def _step(self, size: int) -> float:
+        with self.steps(size) as step:
+            self._reader.reset_peak()
+            if not self._warm:
+                step()
+                self._learn_floor()
+            self._reader.reset_peak()
+            seconds = min(self.timed(step) for _ in range(self._timed_steps))
+            self._settle_heap(step)
+            self._warm = True
+            self._evaluate(size)
+            return seconds
 
     def _evaluate(self, size: int) -> None:
         loaders = self._evaluation.trial_loaders(size) if self._evaluation else None

@@ -15,6 +15,7 @@ from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
+from lightning_ckpt.callbacks._pair import Pair
 from lightning_ckpt.callbacks._plateau import TIMED_STEPS, fastest, has_levelled_off, reach
 from lightning_ckpt.callbacks._probe import Probing
 from lightning_ckpt.callbacks._trainer import (
@@ -165,6 +166,7 @@ class BatchSizeTuner(Callback):
         _check_growth(stop_at_plateau)
         _check_switch("evaluation", evaluation)
         self.probe, self.stop_at_plateau, self.evaluation = probe, stop_at_plateau, evaluation
+        self._paired = False
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
         self._found: TrialReport | None = None
@@ -218,6 +220,9 @@ class BatchSizeTuner(Callback):
             room = min(ranks.gather(self._room(trainer, trials)), key=lambda room: room.target)
             agreed = AgreedTrials(trials, ranks, self._room(trainer, trials).target)
             size = self._settle(room, place, agreed, ranks, line)
+            self._paired = False
+            if size != self.batch_size:
+                size = self._with_a_plan(trainer, pl_module, place, trials, room, size)
         wrap_anew(trainer)
         if self._global_batch:
             self._global_batch.accumulate(size)
@@ -342,6 +347,38 @@ class BatchSizeTuner(Callback):
         smaller = search.nearest(min(size, reach(self._latest(measured))))
         return size if smaller in [m.size for m in measured] else smaller
 
+    def _with_a_plan(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        place: BatchSize,
+        trials: Trials,
+        room: _Room,
+        largest: int,
+    ) -> int:
+        """Beside a planner: the size that is fastest under its own plan, which training then starts with."""
+        for planner in callbacks_of(trainer):
+            to_plan = planner.to_plan(pl_module) if isinstance(planner, ActivationCheckpointing) else None
+            if to_plan is None:
+                continue
+            if trainer.world_size > 1:
+                rank_zero_info(
+                    "BatchSizeTuner: size and memory plan are chosen together in a single process only. Of these "
+                    f"{trainer.world_size} each takes the largest size that fits with everything checkpointed"
+                )
+                return largest
+            handle, policy = to_plan
+            budget = min(room.target, policy.nbytes(room.limit))
+            pair = Pair(trainer, pl_module, trials, handle, budget)
+            tried = pair.try_sizes(self._search(room.target, place.most_samples), largest)
+            if tried:
+                best = max(tried, key=lambda paired: paired.rate)
+                self.trials += [paired.trial for paired in tried]
+                planner.load_state_dict({"plan": best.plan.to_json()})
+                self._paired = True
+                return best.trial.size
+        return largest
+
     def _try(self, search: Search, trials: AgreedTrials, size: int) -> Measurement:
         measurement, seconds = trials.run(size)
         outcome = _outcome(search, measurement)
@@ -350,8 +387,12 @@ class BatchSizeTuner(Callback):
 
     @rank_zero_only
     def _report(self, trainer: Trainer, room: _Room, before: int | None, tried: Sequence[Trial]) -> None:
-        what = "the most samples per second of those" if self._is_at_plateau(tried) else "the largest"
-        self._found = TrialReport(tried, room.limit, f"Batch size: {self.batch_size}, {what} measured within {room}")
+        if self._paired:
+            what = "the most samples per second under a memory plan"
+        else:
+            fastest_so_far = self._is_at_plateau(tried)
+            what = "the most samples per second of those measured" if fastest_so_far else "the largest measured"
+        self._found = TrialReport(tried, room.limit, f"Batch size: {self.batch_size}, {what} within {room}")
         Console().print(self._found.table())
         if self._global_batch:
             rank_zero_info(
