@@ -1,9 +1,9 @@
 """Training steps taken to measure their memory, of which nothing remains."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from types import TracebackType
 from typing import Literal, TypeVar
 
@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
 from lightning_ckpt.callbacks._phases import Held, Phases
 from lightning_ckpt.callbacks._trainer import (
@@ -23,6 +24,7 @@ from lightning_ckpt.callbacks._trainer import (
     set_callbacks,
     steps_alone,
     unseen,
+    validate_one_batch,
 )
 from lightning_ckpt.held import bytes_held, tensors_of
 from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
@@ -47,7 +49,7 @@ class Trial:
     Attributes:
         size: samples in the batch.
         peak: highest memory of the step in bytes; where memory ran out, what it had reached.
-        seconds: time of the measured step; where memory ran out, until it did.
+        seconds: time of the measured step, the fastest where several were; where memory ran out, until it did.
         outcome: whether the step was within the target, above it, ran out of memory, or ran under a memory plan.
     """
 
@@ -56,24 +58,42 @@ class Trial:
     seconds: float
     outcome: Outcome
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples a second of this process; 0 where memory ran out."""
+        return 0.0 if self.outcome == "out of memory" else self.size / self.seconds
+
 
 class Trials:
     """While entered, steps can be tried; on leaving, all is as it was before.
+
+    Args:
+        trainer: whose steps they are.
+        place: where the batch size lives.
+        evaluation: gives a validation batch for each trial; None for none.
+        timed_steps: steps to time, of which the fastest counts.
 
     Attributes:
         copies: bytes of the copies that the readings of this reader would count; readings are given without them.
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
         decisive: on the host, peaks below this many bytes or above need not be exact: nothing will be settled by them.
+        highest_in: what of the latest trial took the most memory, in words.
         alone: whether no other rank is waited for within a step.
     """
 
-    def __init__(self, trainer: Trainer, place: BatchSize) -> None:
+    def __init__(
+        self, trainer: Trainer, place: BatchSize, evaluation: Evaluation | None = None, timed_steps: int = 1
+    ) -> None:
         self._trainer, self._place = trainer, place
+        self._evaluation, self._timed_steps = evaluation, timed_steps
+        self.highest_in = "step"
         self._device = trainer.strategy.root_device
         self._reader = Interval(reader_for(self._device))
         self._on_host = isinstance(self._reader.reader, HostReader)
         self._phases = Phases(self._reader.reader)
+        # What validation takes is in no phase of a step; and where times decide, the next size is to be near.
+        self._apart = evaluation is None and timed_steps == 1
         self._warm = False
         self._drawn: Snapshot | None = None
         self.copies = self.floor = self._gradients = 0
@@ -116,16 +136,18 @@ class Trials:
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
 
+        Further ones where several are timed, and a validation batch where one is wanted.
+
         Returns:
             What was measured, and the seconds it took.
 
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        started = time.perf_counter()
+        started, self.highest_in = perf_counter(), "step"
         taken = self._unless_out_of_memory(lambda: self._step(size))
         if taken is None:
-            return Measurement(size, self._peak(), out_of_memory=True), time.perf_counter() - started
+            return Measurement(size, self._peak(), out_of_memory=True), perf_counter() - started
         return taken
 
     def _unless_out_of_memory(self, steps: Callable[[], _T]) -> _T | None:
@@ -152,10 +174,10 @@ class Trials:
 
     def timed(self, step: Callable[[], None]) -> float:
         """Take a step, and return the seconds until the device has done it."""
-        started = time.perf_counter()
+        started = perf_counter()
         step()
         _wait_for(self._device)
-        return time.perf_counter() - started
+        return perf_counter() - started
 
     def _first_step(self, size: int) -> Measurement | None:
         with self._steps_with_phases(size) as step:
@@ -167,10 +189,11 @@ class Trials:
                 self._begin(step, size)
             self._phases.forget()
             self._reader.reset_peak()
-            seconds = self.timed(step)
+            seconds = min(self.timed(step) for _ in range(self._timed_steps))
             self._settle_heap(step)
             phases = self._phases.peaks(floor=self.floor, gradients=self._gradients)
-            return Measurement(size, self._peak(), phases=phases), seconds
+            self._evaluate(size)
+            return Measurement(size, self._peak(), phases=phases if self._apart else ()), seconds
 
     @contextmanager
     def _steps_with_phases(self, size: int) -> Iterator[Callable[[], None]]:
@@ -190,12 +213,21 @@ class Trials:
         if not self._trainer.lightning_module.automatic_optimization:  # who knows when gradients are let go
             return None
         self._gradients = after.gradients
+        if not self._apart:
+            return None
         return self._phases.as_if_later(size, before=before, after=after, floor=self.floor)
 
     def _held(self) -> Held:
         optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
         gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
         return Held(optimizer, gradients)
+
+    def _evaluate(self, size: int) -> None:
+        loaders = self._evaluation.trial_loaders(size) if self._evaluation else None
+        if loaders is not None:
+            before, self.highest_in = self._peak(), "validation batch"  # until it has shown not to be
+            validate_one_batch(self._trainer, loaders)
+            self.highest_in = "validation batch" if self._peak() > before else "step"
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.
@@ -222,6 +254,8 @@ class Trials:
         return max(self._reader.peak() - self.copies, 0)
 
     def _put_back(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.put_back()
         if self._drawn is not None:
             self._drawn.restore()
         self._state.restore()
