@@ -9,24 +9,42 @@ the search rests on them:
 - no phase starts below what is there without any batch (weights, optimizer state: the `floor`), so beyond a measured
   size the curve can't rise faster than if all of its peak above the floor grew with the batch, unless a phase that was
   hidden takes over. Where that line meets the target is how far one may reach on one measurement.
+
+Where the peaks of a step's phases were measured apart, all three hold of each of them, and less is hidden.
 """
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_ckpt.allowed_sizes import AllowedSizes
+from lightning_ckpt.peak_curve import Point, bound, meets, reach_of_phases, reach_of_step
 
 # A settled size this close to the bound from above isn't worth another trial.
 _CLOSE_ENOUGH = 0.95
-# Slopes this much alike belong to one straight line; more, and another phase has taken over between the two sizes.
-_SAME_SLOPE = 1.1
-# However straight the line, no trial is larger than this many times the largest size that fitted.
-_LONGEST_JUMP = 32
 # How far below a size that was a little too large the next one is, where that is close enough to end the search.
 _SAFELY_BELOW = 0.97
+# With so many sizes that fitted, and the bound that near, one more shall end the search: as much below the bound as it
+# is likely to move once more.
+_MANY, _NEAR, _SHORT_OF_BOUND = 4, 0.85, 0.98
+# What a size may be rounded up by: bytes that no reader counts are a hair's breadth on a line.
+_ROUNDED = 0.01
 # The least that a trial should gain over the size that fits already.
 _LEAST_GAIN = 1.05
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a step.
+
+    Attributes:
+        peak: its highest memory, in bytes.
+        floor: bytes that are there whatever the batch size, as far as known; less is safe, more is not.
+    """
+
+    peak: int
+    floor: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,11 +55,26 @@ class Measurement:
         size: samples in the batch.
         peak: highest memory of the step, in bytes; where memory ran out, what it had reached.
         out_of_memory: whether memory ran out.
+        phases: the parts of the step in their order, where they were told apart.
     """
 
     size: int
     peak: int
     out_of_memory: bool = False
+    phases: tuple[Phase, ...] = ()
+
+    def less(self, nbytes: int) -> "Measurement":
+        """The same with so many bytes less in everything, as far as there are."""
+        phases = tuple(Phase(max(p.peak - nbytes, 0), max(p.floor - nbytes, 0)) for p in self.phases)
+        return replace(self, peak=max(self.peak - nbytes, 0), phases=phases)
+
+
+def highest_of(measured: Sequence[Measurement]) -> Measurement:
+    """Of measurements of one size, on several ranks, one that is safe for all: highest peaks, lowest floors."""
+    together = zip(*(m.phases for m in measured), strict=True) if len({len(m.phases) for m in measured}) == 1 else ()
+    phases = tuple(Phase(max(p.peak for p in each), min(p.floor for p in each)) for each in together)
+    ran_out = any(m.out_of_memory for m in measured)
+    return Measurement(measured[0].size, max(m.peak for m in measured), ran_out, phases)
 
 
 class NothingFits(RuntimeError):
@@ -74,80 +107,62 @@ class Search:
     divides: int | None = None
 
     def __post_init__(self) -> None:
-        if self.divides is not None and self.divides < 1:
-            raise ValueError(f"divides={self.divides}: give a whole number of at least 1")
-        if self.next_above(0) is None:
-            dividing = "" if self.divides is None else f" that divides {self.divides}"
-            raise ValueError(
-                f"no multiple of multiple_of={self.multiple_of}{dividing} lies between min_val={self.min_val} and "
-                f"max_val={self.max_val}"
-            )
+        _ = self.allowed
+
+    @cached_property
+    def allowed(self) -> AllowedSizes:
+        """The sizes that may be tried."""
+        return AllowedSizes(self.min_val, self.max_val, self.multiple_of, self.divides)
 
     @property
     def smallest(self) -> int:
         """The smallest size that may be tried."""
-        smallest = self.next_above(0)
-        assert smallest is not None
-        return smallest
-
-    @property
-    def largest(self) -> float:
-        """The largest size that may be tried; infinite where nothing bounds it."""
-        most = self.max_val or self.divides
-        return math.inf if most is None else self.nearest(most)
+        return self.allowed.smallest
 
     def nearest(self, size: float) -> int:
         """Return the largest allowed size at or below `size`, or else the smallest allowed."""
-        return self.next_below(math.floor(size) + 1) or self.smallest
-
-    def next_above(self, size: int) -> int | None:
-        """Return the smallest allowed size above `size`; None where there is none."""
-        least = max(size + 1, self.min_val)
-        if self.divides is None:
-            above = -(-least // self.multiple_of) * self.multiple_of
-        else:
-            allowed = _divisors(self.divides, self.multiple_of)
-            above = next(iter(allowed[bisect_left(allowed, least) :]), 0)
-        return above if least <= above and (self.max_val is None or above <= self.max_val) else None
-
-    def next_below(self, size: int) -> int | None:
-        """Return the largest allowed size below `size`; None where there is none."""
-        most = size - 1 if self.max_val is None else min(size - 1, self.max_val)
-        if self.divides is None:
-            below = most // self.multiple_of * self.multiple_of
-        else:
-            allowed = _divisors(self.divides, self.multiple_of)
-            below = max(allowed[: bisect_right(allowed, most)], default=0)
-        return below if below >= self.min_val else None
+        return self.allowed.nearest(size)
 
     def fits(self, measurement: Measurement) -> bool:
         """Tell whether a step was within the target."""
         return not measurement.out_of_memory and measurement.peak <= self.target
 
-    def propose(self, measured: Sequence[Measurement], *, floor: int = 0) -> int | None:
+    def propose(
+        self, measured: Sequence[Measurement], *, floor: int = 0, hint: Measurement | None = None
+    ) -> int | None:
         """Return the next size to measure, or None when the search is over.
 
         Args:
             measured: every measurement so far.
             floor: bytes that are there whatever the batch size, as far as known; less is safe, more is not.
+            hint: what a size would probably measure, which is as good as a measurement but never settled on.
         """
         if len(measured) >= self.max_trials:
             return None
+        if hint is None or not self.fits(hint) or hint.size in [m.size for m in measured]:
+            return self._propose(measured, floor)
+        if len(measured) == self.max_trials - 1 and not self._fitting(measured):
+            return hint.size
+        size = self._propose([*measured, hint], floor)
+        return hint.size if size is None and self._fitting([*measured, hint])[-1] is hint else size
+
+    def _propose(self, measured: Sequence[Measurement], floor: int) -> int | None:
         if not measured:
             return self.nearest(self.init_val or 2 * self.multiple_of)
         lower = self._fitting(measured)
         if not lower:
             return self._down(measured)
         upper = self._too_large(measured)
-        last = lower[-1].size
-        bound = min(self._bound(lower), self.largest, self._end(last, upper))
-        least = self.next_above(last)
-        if least is None or least > bound or last >= _CLOSE_ENOUGH * bound:
+        last, least = lower[-1].size, self.allowed.next_above(lower[-1].size)
+        most = min(self._bound(lower), self.allowed.largest, self._end(last, upper))
+        if least is None or least > most or last >= _CLOSE_ENOUGH * most:
             return None
-        reach = self._between(lower, upper[0], bound, floor) if upper else self._beyond(lower, floor)
-        if not upper and reach >= _CLOSE_ENOUGH * bound:  # the search would end there and leave the rest untried
-            reach = bound
-        return self.nearest(min(max(reach, least), bound))
+        reach = self._between(lower, upper[0], most, floor) if upper else self._beyond(lower, floor)
+        if not upper and len(lower) >= _MANY and reach >= _NEAR * most:
+            reach = _SHORT_OF_BOUND * most
+        elif not upper and reach >= _CLOSE_ENOUGH * most:  # the search would end there and leave the rest untried
+            reach = most
+        return self.nearest(min(max(reach + _ROUNDED, least), most))
 
     def settled(self, measured: Sequence[Measurement]) -> int:
         """Return the largest measured size that fits.
@@ -179,55 +194,41 @@ class Search:
 
     def _end(self, last: int, upper: Sequence[Measurement]) -> float:
         """The largest allowed size below the smallest that is too large."""
-        return (self.next_below(upper[0].size) or last) if upper else math.inf
+        return (self.allowed.next_below(upper[0].size) or last) if upper else math.inf
 
     def _bound(self, lower: Sequence[Measurement]) -> float:
-        """No size above this fits: where the line through the two largest fitting sizes meets the target."""
-        slope = _slope(lower[-2:])
-        return lower[-1].size + (self.target - lower[-1].peak) / slope if slope > 0 else math.inf
+        """No size above this fits."""
+        return min(bound(curve, self.target) for curve in _curves(lower))
 
-    def _between(self, lower: Sequence[Measurement], above: Measurement, bound: float, floor: int) -> float:
+    def _between(self, lower: Sequence[Measurement], above: Measurement, most: float, floor: int) -> float:
         """A size between one that fits and one that is too large."""
-        below = lower[-1]
-        middle = math.sqrt(below.size * bound)
+        below = lower[-1].size
+        middle = math.sqrt(below * most)
         if not above.out_of_memory:
-            chord = below.size + (self.target - below.peak) / _slope((below, above))
+            chord = self._chord(lower[-1], above)
             if chord >= _CLOSE_ENOUGH * above.size:  # one step down from a noisy meter's too large is still too large
                 chord = min(chord, _SAFELY_BELOW * above.size)
-            return chord if chord >= _LEAST_GAIN * below.size else middle
+            return chord if chord >= _LEAST_GAIN * below else middle
         # Its peak is unknown, so there is no chord. A line that promised more than there was is not to be trusted.
-        return max(middle, self._beyond(lower, floor)) if bound < self._end(below.size, (above,)) else middle
+        return max(middle, self._beyond(lower, floor)) if most < self._end(below, (above,)) else middle
+
+    def _chord(self, below: Measurement, above: Measurement) -> float:
+        """Whatever convex curve joins a size that fits with one that is too large, sizes up to this fit."""
+        pairs = _curves((below, above))
+        return min(meets(one, other, self.target) for one, other in pairs if other.peak > self.target)
 
     def _beyond(self, lower: Sequence[Measurement], floor: int) -> float:
         """How far to go while nothing has been too large."""
-        last = lower[-1]
-        sure = self._reach(last, 0)
-        # A meter that reads its floor at every size says nothing about what grows.
-        reach = self._reach(last, floor) if 0 < floor < last.peak else max(sure, 2 * last.size)
-        if len(lower) == 1:
-            return min(2 * last.size, reach if floor else sure)
-        slope, before = _slope(lower[-2:]), _slope(lower[-3:-1])
-        if 0 < slope <= _SAME_SLOPE * before:  # three sizes on one line: no other phase is near
-            reach *= 2
-        return min(reach, _LONGEST_JUMP * last.size)
-
-    def _reach(self, last: Measurement, floor: int) -> float:
-        """The size that would meet the target if every byte above the floor grew with the batch."""
-        return last.size * (self.target - floor) / max(last.peak - floor, 1)
+        curves = _curves(lower, floor)
+        return reach_of_phases(curves, self.target) if len(curves) > 1 else reach_of_step(curves[0], self.target)
 
 
-def _slope(pair: Sequence[Measurement]) -> float:
-    """Bytes a sample adds between two sizes; 0 for less than two."""
-    if len(pair) < 2:
-        return 0.0
-    return (pair[1].peak - pair[0].peak) / (pair[1].size - pair[0].size)
-
-
-@lru_cache(maxsize=8)
-def _divisors(of: int, multiple_of: int) -> tuple[int, ...]:
-    """The divisors of a number that are multiples of another, in order."""
-    if of % multiple_of:
-        return ()
-    rest = of // multiple_of
-    small = [divisor for divisor in range(1, math.isqrt(rest) + 1) if rest % divisor == 0]
-    return tuple(multiple_of * divisor for divisor in sorted({*small, *(rest // divisor for divisor in small)}))
+def _curves(measured: Sequence[Measurement], floor: int = 0) -> list[list[Point]]:
+    """The curve of each phase, where all measurements tell the same phases apart; or else that of the whole step."""
+    counts = {len(m.phases) for m in measured}
+    if len(counts) > 1 or not measured[-1].phases:
+        return [[Point(m.size, m.peak, floor) for m in measured]]
+    return [
+        [Point(m.size, phase.peak, phase.floor) for m, phase in zip(measured, phases, strict=True)]
+        for phases in zip(*(m.phases for m in measured), strict=True)
+    ]

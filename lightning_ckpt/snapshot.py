@@ -45,7 +45,7 @@ class RandomState:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = torch.get_rng_state()
+        self._torch = torch.get_rng_state().numpy().copy()
         # Of the device's own module, since `torch` has none for accelerators; Metal's knows a single device.
         self._which = () if self._device.type == "mps" else (self._device,)
         self._accelerator: Any = None
@@ -56,7 +56,7 @@ class RandomState:
         """Make the next random numbers those that were next when this was made."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
+        torch.set_rng_state(torch.from_numpy(self._torch))
         if self._accelerator is not None:
             self._module().set_rng_state(self._accelerator, *self._which)
 
@@ -65,7 +65,7 @@ class RandomState:
         return (
             self._python == other._python
             and all(np.array_equal(mine, yours) for mine, yours in zip(self._numpy, other._numpy, strict=True))
-            and torch.equal(self._torch, other._torch)
+            and np.array_equal(self._torch, other._torch)
             and (self._accelerator is None or torch.equal(self._accelerator, other._accelerator))
         )
 

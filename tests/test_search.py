@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ckpt.search import Measurement, NothingFits, Search
+from lightning_ckpt.search import Measurement, NothingFits, Phase, Search
+from lightning_ckpt.search import highest_of as highest_of_ranks
 
 Curve = Callable[[int], float]
 MANY = 60
@@ -131,24 +132,6 @@ def test_a_range_without_a_multiple_is_an_error() -> None:
         Search(target=1, min_val=9, max_val=15, multiple_of=8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"multiple_of": 8, "divides": 100},
-            "no multiple of multiple_of=8 that divides 100 lies between min_val=1 and",
-        ),
-        ({"min_val": 65, "max_val": 127, "divides": 128}, "that divides 128 lies between min_val=65 and max_val=127"),
-        ({"min_val": 2, "divides": 1}, "that divides 1 lies between min_val=2 and max_val=None"),
-        ({"divides": 0}, "divides=0: give a whole number of at least 1"),
-    ],
-    ids=str,
-)
-def test_a_number_that_no_allowed_size_divides_is_an_error(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Search(target=1, **arguments)
-
-
 def test_only_divisors_are_tried_and_the_largest_that_fits_is_found() -> None:
     """63 samples fit, and 48 is the largest divisor of 96 that does."""
     search = Search(target=1900, divides=96)
@@ -220,36 +203,6 @@ def test_on_any_convex_curve_it_settles_within_five_percent(
     assert settled >= 0.95 * best or settled + multiple_of > best
 
 
-@given(
-    min_val=st.integers(1, 40),
-    max_val=st.none() | st.integers(1, 200),
-    multiple_of=st.integers(1, 9),
-    divides=st.none() | st.integers(1, 300),
-    size=st.floats(0, 400),
-)
-def test_allowed_sizes_are_those_that_counting_finds(
-    min_val: int, max_val: int | None, multiple_of: int, divides: int | None, size: float
-) -> None:
-    """Smallest, largest, nearest, next above and next below, against a list of every allowed size."""
-    end = 1000  # beyond what is asked
-    allowed = [
-        n
-        for n in range(min_val, (max_val or end) + 1)
-        if n % multiple_of == 0 and (divides is None or divides % n == 0)
-    ]
-    arguments = {"min_val": min_val, "max_val": max_val, "multiple_of": multiple_of, "divides": divides}
-    if not allowed:
-        with pytest.raises(ValueError, match=f"no multiple of multiple_of={multiple_of} "):
-            Search(1, **arguments)
-        return
-    search, whole = Search(1, **arguments), int(size)
-    assert search.smallest == allowed[0]
-    assert search.largest == (math.inf if max_val is None and divides is None else allowed[-1])
-    assert search.nearest(size) == max((n for n in allowed if n <= size), default=allowed[0])
-    assert search.next_above(whole) == min((n for n in allowed if n > whole), default=None)
-    assert search.next_below(whole) == max((n for n in allowed if n < whole), default=None)
-
-
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(
     lines=lines,
@@ -313,3 +266,104 @@ def test_few_trials_and_no_out_of_memory_on_curves_as_models_have_them() -> None
     assert sorted(trials)[int(0.8 * len(trials))] <= 5
     assert failures <= 20
     assert sum(share < 0.95 for share in shares) <= 20
+
+
+def parts(size: int, *phases: tuple[Curve, int]) -> Measurement:
+    """A step whose phases each have a curve and a floor."""
+    told = tuple(Phase(math.ceil(curve(size)), floor) for curve, floor in phases)
+    return Measurement(size, max(phase.peak for phase in told), phases=told)
+
+
+def measure_parts(search: Search, *phases: tuple[Curve, int], limit: float, first: int = 2) -> list[Measurement]:
+    """Run the search to its end, with a hint at the first size."""
+    measured: list[Measurement] = []
+    while (size := search.propose(measured, hint=parts(first, *phases))) is not None:
+        there = parts(size, *phases)
+        measured.append(Measurement(size, int(limit), out_of_memory=True) if there.peak > limit else there)
+    return measured
+
+
+FLAT = (highest_of((1300, 0)), 1000)
+
+
+def test_a_phase_that_is_hidden_in_the_step_is_seen_apart() -> None:
+    """The optimizer's step is the highest up to 12 samples, and the forward pass beneath it tells what comes."""
+    forward = (highest_of((1180, 10)), 1150)
+    search = Search(target=1800)
+    assert [m.size for m in measure_parts(search, forward, FLAT, limit=2000)] == [5, 26, 62]
+    whole = measure_all(search, highest_of((1300, 0), (1180, 10)), limit=2000, floor=1000)
+    assert len(whole) > 3
+
+
+def test_a_hint_is_never_settled_on_but_measured_when_nothing_larger_fits() -> None:
+    hint = parts(2, (highest_of((0, 490)), 0), (highest_of((0, 100)), 0))
+    search = Search(target=1000, multiple_of=2, max_val=3)
+    assert search.propose([], hint=hint) == 2
+    assert search.propose([Measurement(2, 980)], hint=hint) is None
+    with pytest.raises(NothingFits):
+        search.settled([])
+
+
+def test_a_hint_that_does_not_fit_or_was_measured_counts_for_nothing() -> None:
+    assert Search(target=100, init_val=3).propose([], hint=Measurement(2, 101)) == 3
+    assert Search(target=1000).propose([Measurement(2, 100)], hint=Measurement(2, 900)) == 4
+
+
+def test_the_only_trial_goes_to_the_size_of_the_hint() -> None:
+    """A larger one might not fit, and there would be nothing to settle on."""
+    hint = parts(2, (highest_of((0, 10)), 0), (highest_of((0, 5)), 0))
+    assert Search(target=1000, max_trials=1).propose([], hint=hint) == 2
+
+
+def test_a_flat_phase_at_its_floor_is_not_read_as_room_without_end() -> None:
+    """Nothing grows that a meter could tell: the next size is twice the last, and no more."""
+    flat = (highest_of((1000, 0)), 1000)
+    assert Search(target=1800).propose([], hint=parts(2, flat, flat)) == 4
+
+
+def test_steps_that_tell_different_phases_count_as_wholes() -> None:
+    hint = parts(2, (highest_of((0, 100)), 0), (highest_of((0, 50)), 0))
+    assert Search(target=1000).propose([Measurement(4, 400)], hint=hint) == 10
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    forward=lines,
+    backward=lines,
+    update=st.floats(0, 900_000),
+    known=st.floats(0, 1),
+    multiple_of=st.integers(1, 9),
+    first=st.integers(1, 50),
+)
+def test_by_phases_too_it_settles_within_five_percent_on_any_convex_curves(
+    forward: Sequence[tuple[float, float]],
+    backward: Sequence[tuple[float, float]],
+    update: float,
+    known: float,
+    multiple_of: int,
+    first: int,
+) -> None:
+    """Given trials enough; whatever phases hide in each other, the size is measured, fits, and is as it should be."""
+    target = 1_000_000
+    phases = tuple(
+        (highest_of(*of), int(known * min(start for start, _ in of))) for of in (forward, backward, [(update, 0.0)])
+    )
+    search = Search(target=target, multiple_of=multiple_of, max_trials=MANY)
+    measured = measure_parts(search, *phases, limit=target / 0.9, first=first * multiple_of)
+    best = largest(lambda size: max(curve(size) for curve, _ in phases), target, step=multiple_of)
+    assert len(measured) < MANY
+    assert len({m.size for m in measured}) == len(measured)
+    if best == 0:
+        with pytest.raises(NothingFits):
+            search.settled(measured)
+        return
+    settled = search.settled(measured)
+    assert settled <= best
+    assert settled >= 0.95 * best or settled + multiple_of > best
+
+
+def test_of_several_ranks_the_highest_peaks_and_the_lowest_floors_count() -> None:
+    first, second = parts(2, (lambda _: 10, 3), (lambda _: 20, 4)), parts(2, (lambda _: 30, 2), (lambda _: 5, 9))
+    assert highest_of_ranks([first, second]) == Measurement(2, 30, phases=(Phase(30, 2), Phase(20, 4)))
+    assert highest_of_ranks([first, Measurement(2, 40, out_of_memory=True)]) == Measurement(2, 40, out_of_memory=True)
+    assert first.less(3) == Measurement(2, 17, phases=(Phase(7, 0), Phase(17, 1)))

@@ -1,10 +1,15 @@
 """Trials that all ranks take at once, judged for the rank with the least room."""
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from lightning_ckpt.callbacks._trials import Trials
 from lightning_ckpt.processes import Ranks
-from lightning_ckpt.search import Measurement
+from lightning_ckpt.search import Measurement, highest_of
+
+_T = TypeVar("_T")
+# The share of the target from which on a size may be the one to settle on.
+_DECISIVE = 0.75
 
 
 class AgreedTrials:
@@ -24,6 +29,7 @@ class AgreedTrials:
         self._trials, self._ranks = trials, ranks
         self.target = min(ranks.gather(target))
         self._more = target - self.target  # what this rank may need beyond it
+        trials.decisive = range(int(_DECISIVE * target), target + 1)
         self.floor = 0
 
     @property
@@ -39,26 +45,45 @@ class AgreedTrials:
             RuntimeError: the step failed on another rank; or memory ran out in a step in which ranks wait for one
                 another, which can't be gone back from.
         """
+        told = self._told(size, lambda: self._trials.run(size), lambda taken: taken[0].out_of_memory)
+        self.floor = max(0, min(self._ranks.gather(self._trials.floor - self._more)))
+        return self._agreed([measurement for measurement, _ in told]), max(seconds for _, seconds in told)
+
+    def warm_up(self, size: int) -> Measurement | None:
+        """Take the first step on every rank, and tell what a second would measure, where every rank can tell.
+
+        Raises:
+            Exception: as `run`.
+        """
+        told = self._told(
+            size, lambda: self._trials.warm_up(size), lambda hint: hint is not None and hint.out_of_memory
+        )
+        self.floor = max(0, min(self._ranks.gather(self._trials.floor - self._more)))
+        hints = [hint for hint in told if hint is not None]
+        return self._agreed(hints) if len(hints) == len(told) else None
+
+    def _agreed(self, measured: Sequence[Measurement]) -> Measurement:
+        mores = self._ranks.gather(self._more)
+        return highest_of([m.less(more) for m, more in zip(measured, mores, strict=True)])
+
+    def _told(self, size: int, take: Callable[[], _T], ran_out: Callable[[_T], bool]) -> list[_T]:
+        """What taking steps told each rank."""
         try:
-            measurement, seconds = self._trials.run(size)
+            mine = take()
         except Exception:
             if self._trials.alone:  # or else the others wait for this rank elsewhere
                 self._ranks.gather(None)
             raise
-        if measurement.out_of_memory and not self._trials.alone:
+        if ran_out(mine) and not self._trials.alone:
             raise RuntimeError(
                 f"BatchSizeTuner: a trial with a batch size of {size} ran out of memory. The ranks share the model's "
                 f"parts and wait for one another within a step, so there is no going back. Give max_val below {size}, "
                 "or more headroom"
             )
-        mine = replace(measurement, peak=measurement.peak - self._more), seconds, self._trials.floor - self._more
-        told = self._ranks.gather(mine)
+        told: list[tuple[_T] | None] = self._ranks.gather((mine,))
         failed = [rank for rank, theirs in enumerate(told) if theirs is None]
         if failed:
             raise RuntimeError(
                 f"BatchSizeTuner: a trial with a batch size of {size} failed on rank {failed[0]}, whose error says why"
             )
-        self.floor = max(0, min(floor for _, _, floor in told))
-        peak = max(0, *(each.peak for each, _, _ in told))
-        out_of_memory = any(each.out_of_memory for each, _, _ in told)
-        return Measurement(size, peak, out_of_memory), max(taken for _, taken, _ in told)
+        return [theirs[0] for theirs in told if theirs is not None]

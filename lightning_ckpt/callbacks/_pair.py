@@ -120,4 +120,4 @@ def _sizes(search: Search, largest: int) -> Iterator[int]:
     while size is not None:
         yield size
         smaller = search.nearest(_SMALLER * size)
-        size = smaller if smaller < size else search.next_below(size)
+        size = smaller if smaller < size else search.allowed.next_below(size)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -14,26 +14,30 @@ from typing_extensions import Self
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
+from lightning_ckpt.callbacks._phases import Held, Phases
 from lightning_ckpt.callbacks._trainer import (
     by_itself,
     datamodule_of,
     optimizer_steps,
     optimizer_wrappers,
     scaler_of,
+    set_callbacks,
     steps_alone,
     unseen,
     validate_one_batch,
 )
 from lightning_ckpt.held import bytes_held, tensors_of
-from lightning_ckpt.memory import HostReader, reader_for, release_unused
+from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
 from lightning_ckpt.oom import is_out_of_memory, release
-from lightning_ckpt.search import Measurement
+from lightning_ckpt.search import Measurement, Phase
 from lightning_ckpt.snapshot import Snapshot
 
 # On the host, steps of one size are taken until the peak grows by less than a hundredth, and no more than this.
 _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
 _USABLE = 0.96
+
+_T = TypeVar("_T")
 
 Outcome = Literal["fits", "too large", "out of memory", "planned"]
 
@@ -74,6 +78,7 @@ class Trials:
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
         highest_in: what of the latest trial took the most memory, in words.
+        decisive: on the host, peaks below this many bytes or above need not be exact: nothing will be settled by them.
         alone: whether no other rank is waited for within a step.
     """
 
@@ -84,19 +89,22 @@ class Trials:
         self._evaluation, self._timed_steps = evaluation, timed_steps
         self.highest_in = "step"
         self._device = trainer.strategy.root_device
-        self._reader = reader_for(self._device)
+        self._reader = Interval(reader_for(self._device))
+        self._on_host = isinstance(self._reader.reader, HostReader)
+        self._phases = Phases(self._reader.reader)
         self._warm = False
         self._drawn: Snapshot | None = None
-        self.copies = self.floor = 0
+        self.copies = self.floor = self._gradients = 0
+        self.decisive = range(2**62)
         self.alone = steps_alone(trainer)
-        self.usable = _USABLE if isinstance(self._reader, HostReader) else 1.0
+        self.usable = _USABLE if self._on_host else 1.0
 
     def __enter__(self) -> Self:
         self._state = Snapshot(
             _changed_by_a_step(self._trainer), data=[datamodule_of(self._trainer)], device=self._device
         )
         # A resident size counts everything; an allocator's counters don't see memory that is not theirs.
-        self.copies = self._state.nbytes if isinstance(self._reader, HostReader) else 0
+        self.copies = self._state.nbytes if self._on_host else 0
         self._at_rest = self._resting()
         return self
 
@@ -112,6 +120,17 @@ class Trials:
         self._place.prepare(size)
         self._drawn = Snapshot([], data=self._place.drawn_from())
 
+    def warm_up(self, size: int) -> Measurement | None:
+        """Take the first step, which makes gradients and optimizer state, and tell what a second would measure.
+
+        None where that can't be told: of a step that is not forward, backward and optimizer, or by a resident size.
+
+        Raises:
+            Exception: whatever the step raises, except running out of memory.
+        """
+        taken = self._unless_out_of_memory(lambda: (self._first_step(size),))
+        return Measurement(size, self._peak(), out_of_memory=True) if taken is None else taken[0]
+
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
 
@@ -124,19 +143,23 @@ class Trials:
             Exception: whatever the step raises, except running out of memory.
         """
         started, self.highest_in = perf_counter(), "step"
+        taken = self._unless_out_of_memory(lambda: self._step(size))
+        if taken is None:
+            return Measurement(size, self._peak(), out_of_memory=True), perf_counter() - started
+        return taken
+
+    def _unless_out_of_memory(self, steps: Callable[[], _T]) -> _T | None:
         try:
-            seconds, failed = self._step(size), False
+            return steps()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             release(error)
-            seconds, failed = perf_counter() - started, True
-        measurement = Measurement(size, self._peak(), failed)
-        if failed:  # cleaned up here, where the exception is gone and with it what it held
-            self._put_back()
-            self._warm = False
-            release_unused(self._device)
-        return measurement, seconds
+        # Cleaned up here, where the exception is gone and with it what it held.
+        self._put_back()
+        self._warm = False
+        release_unused(self._device)
+        return None
 
     @contextmanager
     def steps(self, size: int) -> Iterator[Callable[[], None]]:
@@ -154,25 +177,60 @@ class Trials:
         _wait_for(self._device)
         return perf_counter() - started
 
-    def _step(self, size: int) -> float:
-        with self.steps(size) as step:
-            self._reader.reset_peak()
+    def _first_step(self, size: int) -> Measurement | None:
+        with self._steps_with_phases(size) as step:
+            return self._begin(step, size)
+
+    def _step(self, size: int) -> tuple[Measurement, float]:
+        with self._steps_with_phases(size) as step:
             if not self._warm:
-                step()
-                self._learn_floor()
+                self._begin(step, size)
+            self._phases.forget()
             self._reader.reset_peak()
             seconds = min(self.timed(step) for _ in range(self._timed_steps))
             self._settle_heap(step)
-            self._warm = True
-            self._evaluate(size)
-            return seconds
+            phases = self._phases.peaks(floor=self.floor, gradients=self._gradients)
+            peak, validation = self._peak(), self._evaluate(size)
+            if validation is None:
+                return Measurement(size, peak, phases=phases), seconds
+            self.highest_in = "validation batch" if validation > peak else "step"
+            phases += (Phase(validation, self.floor + self._gradients),) if phases else ()
+            return Measurement(size, max(peak, validation), phases=phases), seconds
 
-    def _evaluate(self, size: int) -> None:
+    def _evaluate(self, size: int) -> int | None:
+        """The peak of a validation batch; None where there is none to run."""
         loaders = self._evaluation.trial_loaders(size) if self._evaluation else None
-        if loaders is not None:
-            before, self.highest_in = self._peak(), "validation batch"  # until it has shown not to be
-            validate_one_batch(self._trainer, loaders)
-            self.highest_in = "validation batch" if self._peak() > before else "step"
+        if loaders is None:
+            return None
+        self.highest_in = "validation batch"  # until it has shown not to be
+        self._reader.reset_peak()
+        validate_one_batch(self._trainer, loaders)
+        return self._peak()
+
+    @contextmanager
+    def _steps_with_phases(self, size: int) -> Iterator[Callable[[], None]]:
+        with self.steps(size) as step:
+            set_callbacks(self._trainer, [self._phases])
+            self._reader.reset_peak()
+            yield self._phases.around(step)
+
+    def _begin(self, step: Callable[[], None], size: int) -> Measurement | None:
+        """Take the first step, and learn from it."""
+        self._phases.forget()
+        before = self._held()
+        step()
+        self._warm, after = True, self._held()
+        # Estimated from below, twice, and the lower is taken: a resident size keeps what a step has freed.
+        self.floor = max(min(self._at_rest + after.optimizer, self._resting() - after.gradients), 0)
+        if not self._trainer.lightning_module.automatic_optimization:  # who knows when gradients are let go
+            return None
+        self._gradients = after.gradients
+        return self._phases.as_if_later(size, before=before, after=after, floor=self.floor)
+
+    def _held(self) -> Held:
+        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
+        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
+        return Held(optimizer, gradients)
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.
@@ -181,19 +239,15 @@ class Trials:
         to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors. Ranks
         that wait for one another take equally many.
         """
-        if not isinstance(self._reader, HostReader):
+        if not self._on_host:
             return
         for _ in range(_MOST_SETTLING_STEPS):
             before = self._peak()
+            if self.alone and before not in self.decisive:
+                return
             step()
             if self.alone and self._peak() < _STILL_GROWING * before:
                 return
-
-    def _learn_floor(self) -> None:
-        """Estimate from below, twice, and take the lower: a resident size keeps what a step has freed."""
-        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
-        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
-        self.floor = max(min(self._at_rest + optimizer, self._resting() - gradients), 0)
 
     def _resting(self) -> int:
         self._reader.reset_peak()

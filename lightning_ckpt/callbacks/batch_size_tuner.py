@@ -57,8 +57,9 @@ class BatchSizeTuner(Callback):
     """Find the largest batch size that leaves the headroom, before training starts, and train with it.
 
     A few real training steps are taken at growing sizes, their peak memory is measured, and the size is settled on
-    that fits and was measured to: two small sizes, a jump along the line through them as far as is safe, and what
-    is needed after it. An out-of-memory error in a trial is caught and used as a bound. Then everything is put back:
+    that fits and was measured to: a first small one, in which gradients and optimizer state come up, a jump as far as
+    is safe by what its forward pass, backward pass and optimizer step took each, and what is needed after it, mostly
+    one or two more. An out-of-memory error in a trial is caught and used as a bound. Then everything is put back:
     training is bit for bit what it would have been with that size set by hand, and nothing of the trials is logged,
     counted or left on disk.
 
@@ -310,6 +311,7 @@ class BatchSizeTuner(Callback):
     def _settle(self, room: _Room, place: BatchSize, trials: AgreedTrials, ranks: Ranks, line: SearchLine) -> int:
         """Try sizes until the search is over, or until the size that was settled before has shown to fit."""
         measured: list[Measurement] = []
+        hint: Measurement | None = None
         known = [samples for samples in ranks.gather(place.most_samples) if samples is not None]
         search = self._search(room.target, min(known, default=None))
         size: int | None = self._first(search)
@@ -320,18 +322,29 @@ class BatchSizeTuner(Callback):
                 size = search.nearest(size)
                 if size in [m.size for m in measured]:
                     break
+            if hint is None and not measured and self._takes_hints(size):
+                line.trying(size, [], search.max_trials)
+                hint = trials.warm_up(size)
+                if hint is not None:
+                    size = search.propose([], floor=trials.floor, hint=hint)
+                    continue
             line.trying(size, self._latest(measured), search.max_trials)
             measured.append(self._try(search, trials, size))
             if size == self.batch_size and search.fits(measured[0]):
                 return size
             if self._is_at_plateau(self._latest(measured)):
                 return fastest(self._latest(measured))
-            size = self._within_reach(search.propose(measured, floor=trials.floor), search, measured)
+            proposed = search.propose(measured, floor=trials.floor, hint=hint)
+            size = self._within_reach(proposed, search, measured)
         try:
             return search.settled(measured)
         except NothingFits:
             least = min(measured, key=lambda m: m.size)
             raise NothingFits(_why(least, search, room, trials.highest_in)) from None
+
+    def _takes_hints(self, size: int) -> bool:
+        """Whether what the first step tells of a second may stand for a trial: only training counts, and its memory."""
+        return size != self.batch_size and self.stop_at_plateau is None and not self.evaluation
 
     def _latest(self, measured: Sequence[Measurement]) -> list[Trial]:
         """The trials of the search that goes on."""
