@@ -12,8 +12,10 @@ the search rests on them:
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 # A settled size this close to the bound from above isn't worth another trial.
 _CLOSE_ENOUGH = 0.95
@@ -57,9 +59,10 @@ class Search:
         multiple_of: every size tried is a multiple of this.
         init_val: first size to try; None for a small one.
         max_trials: most sizes to measure.
+        divides: every size tried divides this; None for any size.
 
     Raises:
-        ValueError: when no multiple of `multiple_of` lies between `min_val` and `max_val`.
+        ValueError: when no size that is allowed lies between `min_val` and `max_val`.
     """
 
     target: int
@@ -68,27 +71,54 @@ class Search:
     multiple_of: int = 1
     init_val: int | None = None
     max_trials: int = 8
+    divides: int | None = None
 
     def __post_init__(self) -> None:
-        if self.largest < self.smallest:
+        if self.divides is not None and self.divides < 1:
+            raise ValueError(f"divides={self.divides}: give a whole number of at least 1")
+        if self.next_above(0) is None:
+            dividing = "" if self.divides is None else f" that divides {self.divides}"
             raise ValueError(
-                f"no multiple of multiple_of={self.multiple_of} lies between min_val={self.min_val} and "
+                f"no multiple of multiple_of={self.multiple_of}{dividing} lies between min_val={self.min_val} and "
                 f"max_val={self.max_val}"
             )
 
     @property
     def smallest(self) -> int:
         """The smallest size that may be tried."""
-        return math.ceil(self.min_val / self.multiple_of) * self.multiple_of
+        smallest = self.next_above(0)
+        assert smallest is not None
+        return smallest
 
     @property
     def largest(self) -> float:
         """The largest size that may be tried; infinite where nothing bounds it."""
-        return math.inf if self.max_val is None else self.max_val // self.multiple_of * self.multiple_of
+        most = self.max_val or self.divides
+        return math.inf if most is None else self.nearest(most)
 
     def nearest(self, size: float) -> int:
-        """Return the allowed size at or below `size`, or the smallest."""
-        return max(int(min(size, self.largest)) // self.multiple_of * self.multiple_of, self.smallest)
+        """Return the largest allowed size at or below `size`, or else the smallest allowed."""
+        return self.next_below(math.floor(size) + 1) or self.smallest
+
+    def next_above(self, size: int) -> int | None:
+        """Return the smallest allowed size above `size`; None where there is none."""
+        least = max(size + 1, self.min_val)
+        if self.divides is None:
+            above = -(-least // self.multiple_of) * self.multiple_of
+        else:
+            allowed = _divisors(self.divides, self.multiple_of)
+            above = next(iter(allowed[bisect_left(allowed, least) :]), 0)
+        return above if least <= above and (self.max_val is None or above <= self.max_val) else None
+
+    def next_below(self, size: int) -> int | None:
+        """Return the largest allowed size below `size`; None where there is none."""
+        most = size - 1 if self.max_val is None else min(size - 1, self.max_val)
+        if self.divides is None:
+            below = most // self.multiple_of * self.multiple_of
+        else:
+            allowed = _divisors(self.divides, self.multiple_of)
+            below = max(allowed[: bisect_right(allowed, most)], default=0)
+        return below if below >= self.min_val else None
 
     def fits(self, measurement: Measurement) -> bool:
         """Tell whether a step was within the target."""
@@ -110,13 +140,14 @@ class Search:
             return self._down(measured)
         upper = self._too_large(measured)
         last = lower[-1].size
-        bound = min(self._bound(lower), self.largest, upper[0].size - self.multiple_of if upper else math.inf)
-        if last + self.multiple_of > bound or last >= _CLOSE_ENOUGH * bound:
+        bound = min(self._bound(lower), self.largest, self._end(last, upper))
+        least = self.next_above(last)
+        if least is None or least > bound or last >= _CLOSE_ENOUGH * bound:
             return None
         reach = self._between(lower, upper[0], bound, floor) if upper else self._beyond(lower, floor)
         if not upper and reach >= _CLOSE_ENOUGH * bound:  # the search would end there and leave the rest untried
             reach = bound
-        return self.nearest(min(max(reach, last + self.multiple_of), bound))
+        return self.nearest(min(max(reach, least), bound))
 
     def settled(self, measured: Sequence[Measurement]) -> int:
         """Return the largest measured size that fits.
@@ -144,7 +175,11 @@ class Search:
             return None
         if len(measured) == self.max_trials - 1:
             return self.smallest
-        return self.nearest(min(math.sqrt(self.smallest * lowest), lowest - self.multiple_of))
+        return self.nearest(min(math.sqrt(self.smallest * lowest), lowest - 1))
+
+    def _end(self, last: int, upper: Sequence[Measurement]) -> float:
+        """The largest allowed size below the smallest that is too large."""
+        return (self.next_below(upper[0].size) or last) if upper else math.inf
 
     def _bound(self, lower: Sequence[Measurement]) -> float:
         """No size above this fits: where the line through the two largest fitting sizes meets the target."""
@@ -161,7 +196,7 @@ class Search:
                 chord = min(chord, _SAFELY_BELOW * above.size)
             return chord if chord >= _LEAST_GAIN * below.size else middle
         # Its peak is unknown, so there is no chord. A line that promised more than there was is not to be trusted.
-        return max(middle, self._beyond(lower, floor)) if bound < above.size - self.multiple_of else middle
+        return max(middle, self._beyond(lower, floor)) if bound < self._end(below.size, (above,)) else middle
 
     def _beyond(self, lower: Sequence[Measurement], floor: int) -> float:
         """How far to go while nothing has been too large."""
@@ -186,3 +221,13 @@ def _slope(pair: Sequence[Measurement]) -> float:
     if len(pair) < 2:
         return 0.0
     return (pair[1].peak - pair[0].peak) / (pair[1].size - pair[0].size)
+
+
+@lru_cache(maxsize=8)
+def _divisors(of: int, multiple_of: int) -> tuple[int, ...]:
+    """The divisors of a number that are multiples of another, in order."""
+    if of % multiple_of:
+        return ()
+    rest = of // multiple_of
+    small = [divisor for divisor in range(1, math.isqrt(rest) + 1) if rest % divisor == 0]
+    return tuple(multiple_of * divisor for divisor in sorted({*small, *(rest // divisor for divisor in small)}))

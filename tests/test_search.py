@@ -131,6 +131,52 @@ def test_a_range_without_a_multiple_is_an_error() -> None:
         Search(target=1, min_val=9, max_val=15, multiple_of=8)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"multiple_of": 8, "divides": 100},
+            "no multiple of multiple_of=8 that divides 100 lies between min_val=1 and",
+        ),
+        ({"min_val": 65, "max_val": 127, "divides": 128}, "that divides 128 lies between min_val=65 and max_val=127"),
+        ({"min_val": 2, "divides": 1}, "that divides 1 lies between min_val=2 and max_val=None"),
+        ({"divides": 0}, "divides=0: give a whole number of at least 1"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_allowed_size_divides_is_an_error(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Search(target=1, **arguments)
+
+
+def test_only_divisors_are_tried_and_the_largest_that_fits_is_found() -> None:
+    """63 samples fit, and 48 is the largest divisor of 96 that does."""
+    search = Search(target=1900, divides=96)
+    measured = measure_all(search, highest_of((479, 2.5), (293, 25.5)), limit=1900 / 0.9, floor=293)
+    assert [m.size for m in measured] == [2, 4, 32, 48]
+    assert search.settled(measured) == 48
+
+
+def test_the_search_is_over_when_no_divisor_lies_between() -> None:
+    """7 fits and 14 is too large: of the divisors of 98 none lies between them."""
+    search = Search(target=1000, divides=98)
+    assert search.propose([Measurement(7, 600), Measurement(14, 1100)]) is None
+    assert search.propose([Measurement(7, 600), Measurement(14, 900, out_of_memory=True)]) is None
+    assert search.propose([Measurement(98, 900)]) is None
+
+
+def test_a_prime_is_tried_whole_after_one() -> None:
+    search = Search(target=1000, divides=509)
+    assert [m.size for m in measure_all(search, lambda size: size, limit=2000)] == [1, 509]
+
+
+def test_a_first_divisor_too_large_goes_down_by_divisors() -> None:
+    search = Search(target=1030, init_val=4096, divides=3 * 4096)
+    measured = measure_all(search, highest_of((1000, 10)), limit=1144)
+    assert all(3 * 4096 % m.size == 0 for m in measured)
+    assert search.settled(measured) == 3
+
+
 def test_one_trial_settles_on_the_first_size() -> None:
     search = Search(target=1000, max_trials=1)
     assert search.settled(measure_all(search, highest_of((0, 1)), limit=1000)) == 2
@@ -172,6 +218,72 @@ def test_on_any_convex_curve_it_settles_within_five_percent(
     assert settled in [m.size for m in measured]
     assert settled <= best
     assert settled >= 0.95 * best or settled + multiple_of > best
+
+
+@given(
+    min_val=st.integers(1, 40),
+    max_val=st.none() | st.integers(1, 200),
+    multiple_of=st.integers(1, 9),
+    divides=st.none() | st.integers(1, 300),
+    size=st.floats(0, 400),
+)
+def test_allowed_sizes_are_those_that_counting_finds(
+    min_val: int, max_val: int | None, multiple_of: int, divides: int | None, size: float
+) -> None:
+    """Smallest, largest, nearest, next above and next below, against a list of every allowed size."""
+    end = 1000  # beyond what is asked
+    allowed = [
+        n
+        for n in range(min_val, (max_val or end) + 1)
+        if n % multiple_of == 0 and (divides is None or divides % n == 0)
+    ]
+    arguments = {"min_val": min_val, "max_val": max_val, "multiple_of": multiple_of, "divides": divides}
+    if not allowed:
+        with pytest.raises(ValueError, match=f"no multiple of multiple_of={multiple_of} "):
+            Search(1, **arguments)
+        return
+    search, whole = Search(1, **arguments), int(size)
+    assert search.smallest == allowed[0]
+    assert search.largest == (math.inf if max_val is None and divides is None else allowed[-1])
+    assert search.nearest(size) == max((n for n in allowed if n <= size), default=allowed[0])
+    assert search.next_above(whole) == min((n for n in allowed if n > whole), default=None)
+    assert search.next_below(whole) == max((n for n in allowed if n < whole), default=None)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    lines=lines,
+    multiple_of=st.integers(1, 4),
+    factor=st.integers(1, 5000),
+    min_val=st.integers(1, 20),
+    init_val=st.none() | st.integers(1, 10_000),
+    known=st.floats(0, 1),
+)
+def test_among_divisors_it_settles_on_the_largest_that_fits_or_within_five_percent_of_it(
+    lines: Sequence[tuple[float, float]],
+    multiple_of: int,
+    factor: int,
+    min_val: int,
+    init_val: int | None,
+    known: float,
+) -> None:
+    """On any convex curve, given trials enough: only allowed sizes are tried, none twice, and the answer is right."""
+    curve, target = highest_of(*lines), 1_000_000
+    divides = multiple_of * factor
+    allowed = [n for n in range(min_val, divides + 1) if n % multiple_of == 0 and divides % n == 0]
+    if not allowed:
+        return
+    floor = int(known * min(start for start, _ in lines))
+    search = Search(target, min_val, None, multiple_of, init_val, MANY, divides)
+    measured = measure_all(search, curve, limit=target / 0.9, floor=floor)
+    assert len(measured) < MANY
+    assert {m.size for m in measured} <= set(allowed)
+    fitting = [n for n in allowed if curve(n) <= target]
+    if not fitting:
+        with pytest.raises(NothingFits):
+            search.settled(measured)
+        return
+    assert 0.95 * fitting[-1] <= search.settled(measured) <= fitting[-1]
 
 
 def training_step(rng: random.Random) -> tuple[Curve, int]:
