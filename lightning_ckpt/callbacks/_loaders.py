@@ -46,10 +46,10 @@ def resized(loader: Any, size: int) -> Any:
     if batch_size_of(loader) is None:
         return loader
     if loader.batch_size is not None:
-        return _with(loader, batch_size=size, batch_sampler=BatchSampler(loader.sampler, size, loader.drop_last))
+        return copy_with(loader, batch_size=size, batch_sampler=BatchSampler(loader.sampler, size, loader.drop_last))
     sampler = copy.copy(loader.batch_sampler)
     sampler.batch_size = size
-    return _with(loader, batch_sampler=sampler)
+    return copy_with(loader, batch_sampler=sampler)
 
 
 def for_trial(loader: Any, size: int) -> Any:
@@ -61,8 +61,8 @@ def for_trial(loader: Any, size: int) -> Any:
         return loader
     one = {"num_workers": min(loader.num_workers, 1), "persistent_workers": False}
     if isinstance(loader.dataset, IterableDataset):
-        return _with(resized(loader, size), **one)
-    return _with(loader, batch_sampler=_batches(loader, size), **one)
+        return copy_with(resized(loader, size), **one)
+    return copy_with(loader, batch_sampler=_batches(loader, size), **one)
 
 
 def most_samples(loaders: Any) -> int | None:
@@ -121,7 +121,8 @@ def _drops_last(loader: Any) -> bool:
     return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
 
-def _with(loader: Any, **attributes: Any) -> Any:
+def copy_with(loader: Any, **attributes: Any) -> Any:
+    """A copy of the loader with other attributes."""
     copied = copy.copy(loader)
     # `DataLoader.__setattr__` refuses these names once a loader is made, lest an iterator of it disagree.
     vars(copied).update(attributes, _iterator=None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -115,6 +116,125 @@ def wandb_names(logger: WandbLogger) -> tuple[str, str]:
 def has_training_to_do(trainer: Trainer) -> bool:
     """Whether this `fit` is a real one; `fast_dev_run` is documented, but set where type checkers can't see it."""
     return not trainer.fast_dev_run and trainer.limit_train_batches != 0  # type: ignore[attr-defined]
+
+
+def around_train_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let every train loader be changed once Lightning has prepared it; return what undoes it.
+
+    The strategy's hook is the last thing a loader passes before its batches are counted and drawn.
+    """
+    strategy, process = trainer.strategy, trainer.strategy.process_dataloader
+
+    def processing(dataloader: object) -> object:
+        dataloader = process(dataloader)
+        return change(dataloader) if trainer.training else dataloader
+
+    strategy.process_dataloader = processing  # type: ignore[method-assign]
+    return lambda: _void(vars(strategy).pop("process_dataloader", None))
+
+
+def batches_held(trainer: Trainer) -> int:
+    """How many batches were drawn and not trained on yet: one where the number of batches is not known."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def recount_batches(
+    trainer: Trainer, count: Callable[[Any, float], int | None], *, begins: bool = False
+) -> int | float | None:
+    """Let Lightning know how many batches the epoch has, which it finds out once, when it loads the loaders.
+
+    The progress bar, the interval between validations and what is the last batch depend on it.
+
+    Args:
+        trainer: whose epoch it is.
+        count: from a loader and the share of it that is used, its number of batches; None where that stays as it was.
+        begins: whether an epoch begins, rather than goes on.
+
+    Returns:
+        The number; None where it is unknown or nothing is left to change.
+    """
+    loop, fetcher, loaders = trainer.fit_loop, trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
+    if fetcher is None or loaders is None or fetcher.length is None or (fetcher.done and not begins):
+        return None
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        loaders.limits = [limit] * len(loaders.flattened)
+    else:
+        counts = [count(leaf, limit) for leaf in loaders.flattened]
+        before = loaders.limits or [float("inf")] * len(counts)
+        loaders.limits = [b if c is None else c for b, c in zip(before, counts, strict=True)]
+    if loaders._iterator is not None:
+        loaders._iterator.limits = loaders.limits  # as they were when the pass began
+    loop.max_batches = fetcher.length = len(loaders)
+    _space_validations(trainer)
+    _show_batches(trainer)
+    return loop.max_batches
+
+
+def expect_batches(trainer: Trainer, count: int) -> None:
+    """Let the epoch have this many batches; so Lightning sees that a resumed epoch was over."""
+    trainer.fit_loop.max_batches = count
+
+
+def batches_trained(trainer: Trainer) -> int:
+    """How many batches of this epoch were begun, those before a resume too."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def _space_validations(trainer: Trainer) -> None:
+    """As `setup_data` does; an interval that became longer than the epoch ends with it."""
+    batches, interval = trainer.fit_loop.max_batches, trainer.val_check_interval
+    if getattr(trainer, "_val_check_time_interval", None) is not None or trainer.check_val_every_n_epoch is None:
+        return
+    at = min(interval, batches) if isinstance(interval, int) else max(1, int(batches * interval))
+    trainer.val_check_batch = at
+
+
+def _show_batches(trainer: Trainer) -> None:
+    bar, batches = trainer.progress_bar_callback, trainer.fit_loop.max_batches
+    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+        bar.train_progress_bar.total = batches
+    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+        bar.progress.update(bar.train_progress_bar_id, total=batches)
+
+
+def put_train_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> None:
+    """Give the trainer other loaders for those it has loaded, and end their workers."""
+    loaders = trainer.fit_loop._combined_loader
+    if loaders is not None:
+        loaders.reset()
+        loaders.flattened = [change(leaf) for leaf in loaders.flattened]
+
+
+class Accumulation:
+    """How many micro-batches make an optimizer step, which may change between any two steps.
+
+    Lightning steps where the number of the batch in its epoch is divisible, so that after a change the next step would
+    have a number of micro-batches of its own. So the rule is replaced on the instance by one that counts from the
+    change.
+
+    Attributes:
+        since: batches of this epoch before the change.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._loop = trainer, trainer.fit_loop.epoch_loop
+        self._found = trainer.accumulate_grad_batches
+        self.since = 0
+        self._loop._accumulated_batches_reached = self._reached  # type: ignore[method-assign]
+
+    def change(self, count: int) -> None:
+        """Let the steps from here on have `count` micro-batches; between two steps."""
+        self.since = batches_trained(self._trainer)
+        self._trainer.accumulate_grad_batches = count
+
+    def remove(self) -> None:
+        """Give the trainer its rule and number back."""
+        del self._loop._accumulated_batches_reached
+        self._trainer.accumulate_grad_batches = self._found
+
+    def _reached(self) -> bool:
+        return (batches_trained(self._trainer) - self.since) % self._trainer.accumulate_grad_batches == 0
 
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
@@ -267,9 +387,9 @@ def optimizer_steps(trainer: Trainer, loaders: CombinedLoader, *, most_batches: 
 
     def step() -> None:
         for _ in range(most_batches):
-            scale = _scale(trainer)
+            before = scale(trainer)
             take()
-            if scale is None or (_scale(trainer) or 0) >= scale:
+            if before is None or (scale(trainer) or 0) >= before:
                 return
 
     try:
@@ -283,6 +403,11 @@ def scaler_of(trainer: Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def _scale(trainer: Trainer) -> float | None:
+def scale(trainer: Trainer) -> float | None:
+    """The factor that losses are scaled by now; None where they are not."""
     scaler = scaler_of(trainer)
     return None if scaler is None else float(scaler.get_scale())
+
+
+def _void(_: object) -> None:
+    """Drop a result, where a function that returns nothing is wanted."""

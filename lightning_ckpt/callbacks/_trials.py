@@ -22,7 +22,7 @@ from lightning_ckpt.snapshot import Snapshot
 # On the host, steps of one size are taken until the peak grows by less than a hundredth, and no more than this.
 _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
-_USABLE = 0.96
+USABLE = 0.96
 
 Outcome = Literal["fits", "too large", "out of memory"]
 
@@ -60,7 +60,7 @@ class Trials:
         self._warm = False
         self._drawn: Snapshot | None = None
         self.copies = self.floor = 0
-        self.usable = _USABLE if isinstance(self._reader, HostReader) else 1.0
+        self.usable = USABLE if isinstance(self._reader, HostReader) else 1.0
 
     def __enter__(self) -> Self:
         self._state = Snapshot(
@@ -140,10 +140,7 @@ class Trials:
                 return
 
     def _learn_floor(self) -> None:
-        """Estimate from below, twice, and take the lower: a resident size keeps what a step has freed."""
-        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
-        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
-        self.floor = max(min(self._at_rest + optimizer, self._resting() - gradients), 0)
+        self.floor = floor_of(self._trainer, at_rest=self._at_rest, now=self._resting())
 
     def _resting(self) -> int:
         self._reader.reset_peak()
@@ -156,6 +153,21 @@ class Trials:
         if self._drawn is not None:
             self._drawn.restore()
         self._state.restore()
+
+
+def floor_of(trainer: Trainer, *, at_rest: int, now: int) -> int:
+    """Bytes that are there whatever the batch size, after a first step.
+
+    Estimated from below, twice, and the lower taken: a resident size keeps what a step has freed.
+
+    Args:
+        trainer: with gradients and optimizer state.
+        at_rest: bytes before the first step.
+        now: bytes between two steps.
+    """
+    optimizer = bytes_held(tensors_of([optimizer.state for optimizer in trainer.optimizers]))
+    gradients = bytes_held(tensors_of([p.grad for p in trainer.lightning_module.parameters()]))
+    return max(min(at_rest + optimizer, now - gradients), 0)
 
 
 def _changed_by_a_step(trainer: Trainer) -> list[object]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._growing import Growing, ranks_with_data
 from lightning_ckpt.callbacks._trainer import OptimizerSetup, callbacks_of, has_training_to_do, set_callbacks
 from lightning_ckpt.callbacks._trials import Outcome, Trial, Trials
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -59,8 +60,20 @@ class BatchSizeTuner(Callback):
     trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
     `fast_dev_run` nothing is done.
 
+    With `mode="grow"` training itself is the search: no step is repeated or thrown away. The first steps have small
+    batches; each size is measured in two real steps (on the host in as many as its resident size needs to settle, six
+    at most) and grows until only the headroom is left. No sample of an epoch is lost or seen twice: what workers have
+    read ahead is cut into batches anew, and a mid-epoch checkpoint knows which samples are to come. (Of a stream whose
+    length is unknown Lightning holds one batch, so that a new size comes one batch later.) Once settled, a later peak
+    into the headroom shrinks the batches from the next step on. Sizes are written everywhere they live, and logged
+    when they settle or shrink. Without `global_batch_size` optimizer steps grow with the batches, and a schedule
+    planned from the number of batches is planned for the first size. An out-of-memory error in a real step can't be
+    undone: the run ends with it, and says below which size to resume; but sizes grow no further than what was measured
+    allows. After the run the loaders and `accumulate_grad_batches` are as they were, but for the size.
+
     Args:
-        mode: `"search"`: settle the size before the first step.
+        mode: `"search"`: settle the size before the first step; `"grow"`: while training. `"grow"` works in several
+            processes, and refuses custom batch samplers and `ActivationCheckpointing("auto")`.
         headroom: share of the memory limit to leave free, 0 to 1. On the host 4 % of the rest are left too: its heap
             fragments, and a resident size is not exact.
         batch_arg_name: name of the attribute or hyperparameter that holds the batch size.
@@ -72,9 +85,11 @@ class BatchSizeTuner(Callback):
         memory_limit: memory to fill, in bytes or as `"40GiB"`; `None` for what the device, or on a machine without one
             the process, can hold.
         max_trials: most sizes to try.
+        global_batch_size: samples of an optimizer step over all processes, to be kept whatever the batch size:
+            `accumulate_grad_batches` follows it, and sizes tried divide it. `None` lets the step grow with the batch.
 
     Attributes:
-        batch_size: the settled size; `None` before.
+        batch_size: the settled size; `None` before. While growing, the size of the next step.
         trials: every trial, in order: size, peak in bytes, seconds of the step, outcome.
 
     Raises:
@@ -90,7 +105,7 @@ class BatchSizeTuner(Callback):
 
     def __init__(
         self,
-        mode: Literal["search"] = "search",
+        mode: Literal["search", "grow"] = "search",
         *,
         headroom: float = 0.1,
         batch_arg_name: str = "batch_size",
@@ -100,16 +115,17 @@ class BatchSizeTuner(Callback):
         multiple_of: int = 1,
         memory_limit: int | str | None = None,
         max_trials: int = 8,
+        global_batch_size: int | None = None,
     ) -> None:
-        if mode != "search":
-            raise ValueError(f'mode={mode!r}: accepted is "search"')
+        if mode not in ("search", "grow"):
+            raise ValueError(f'mode={mode!r}: accepted are "search" and "grow"')
         if isinstance(headroom, bool) or not isinstance(headroom, int | float) or not 0 <= headroom < 1:
             raise ValueError(f"headroom={headroom!r}: give the share of memory to leave free, at least 0 and below 1")
         if not isinstance(batch_arg_name, str) or not batch_arg_name.isidentifier():
             raise ValueError(f'batch_arg_name={batch_arg_name!r}: give the name of an attribute, like "batch_size"')
         for name, value in (("min_val", min_val), ("multiple_of", multiple_of), ("max_trials", max_trials)):
             _check_count(name, value)
-        for name, bound in (("max_val", max_val), ("init_val", init_val)):
+        for name, bound in (("max_val", max_val), ("init_val", init_val), ("global_batch_size", global_batch_size)):
             if bound is not None:
                 _check_count(name, bound)
         _check_range(min_val, max_val, init_val, multiple_of)
@@ -120,9 +136,13 @@ class BatchSizeTuner(Callback):
         self.multiple_of = multiple_of
         self.memory_limit = None if memory_limit is None else parse_size(memory_limit, name="memory_limit")
         self.max_trials = max_trials
+        self.global_batch_size = global_batch_size
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
         self._optimizer_setup: OptimizerSetup | None = None
+        self._growing: Growing | None = None
+        self._grown: dict[str, Any] = {}
+        self._divides: int | None = None
 
     @property
     def state_key(self) -> str:
@@ -131,13 +151,18 @@ class BatchSizeTuner(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self.batch_size is None:
             return {}
-        return {"batch_size": self.batch_size, "trials": [asdict(trial) for trial in self.trials]}
+        state = {"batch_size": self.batch_size, "trials": [asdict(trial) for trial in self.trials]}
+        grown = self._growing.state() if self._growing else self._grown
+        return state | {"batch_size": grown["size"], "grown": grown} if grown else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._optimizer_setup is None and self.batch_size is not None:
+        if self.mode == "search" and self._optimizer_setup is None and self.batch_size is not None:
             return  # a strategy that loads late: this fit has settled its size already
         self.batch_size = state_dict["batch_size"]
-        self.trials = [Trial(**trial) for trial in state_dict["trials"]]
+        self.trials[:] = [Trial(**trial) for trial in state_dict["trials"]]
+        self._grown = state_dict.get("grown", {})
+        if self._growing and self._grown:
+            self._growing.resume(self._grown)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -145,7 +170,25 @@ class BatchSizeTuner(Callback):
         self._refuse(trainer)
         self._stand_behind_checkpointing(trainer)
         self._forget_setup()
-        self._optimizer_setup = OptimizerSetup(trainer)
+        if self.mode == "grow":
+            self._begin_growing(trainer, pl_module)
+        else:
+            self._optimizer_setup = OptimizerSetup(trainer)
+
+    def _begin_growing(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not has_training_to_do(trainer):
+            return
+        if self.global_batch_size is not None:
+            self._divides = max(self.global_batch_size // ranks_with_data(trainer), 1)
+        self._growing = Growing(
+            trainer,
+            pl_module,
+            name=self.batch_arg_name,
+            first=self._first(self._search(0, None)),
+            settled=self._grown.get("settled", False),
+            global_batch_size=self.global_batch_size,
+            trials=self.trials,
+        )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         setup = self._optimizer_setup
@@ -168,19 +211,45 @@ class BatchSizeTuner(Callback):
         self._report(trainer, room, place.size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.start(self._room(trainer, self._growing), self._search)
+            self.batch_size = self._growing.size
         # Not earlier: Lightning logs the hyperparameters' initial values right after `on_fit_start`.
         if self.batch_size is not None:
             for logger in trainer.loggers:
                 logger.log_hyperparams({self.batch_arg_name: self.batch_size})
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.begin_epoch()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._growing:
+            self._growing.begin_batch()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._growing:
+            self._growing.end_batch()
+            self.batch_size = self._growing.size
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.end_epoch()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.end()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._forget_setup()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._growing:
+            self._growing.fail(exception)
         self._forget_setup()  # Lightning calls no teardown after an exception
 
     def _refuse(self, trainer: Trainer) -> None:
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and self.mode == "search":
             raise MisconfigurationException(
                 f"BatchSizeTuner works in a single process for now, and this trainer runs {trainer.world_size}: find "
                 "the size with Trainer(devices=1), then set it by hand"
@@ -210,8 +279,12 @@ class BatchSizeTuner(Callback):
         if self._optimizer_setup is not None:
             self._optimizer_setup.remove()
             self._optimizer_setup = None
+        if self._growing is not None:
+            self._grown = self._growing.state()
+            self._growing.close()
+            self._growing = None
 
-    def _room(self, trainer: Trainer, trials: Trials) -> _Room:
+    def _room(self, trainer: Trainer, trials: Trials | Growing) -> _Room:
         limit = self.memory_limit or reader_for(trainer.strategy.root_device).limit()
         if limit is None:
             raise MisconfigurationException(
@@ -226,7 +299,7 @@ class BatchSizeTuner(Callback):
     def _search(self, target: int, samples: int | None) -> Search:
         most = min((bound for bound in (self.max_val, samples) if bound is not None), default=None)
         try:
-            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials)
+            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials, self._divides)
         except ValueError as error:
             data = "" if samples is None else f"; the train data has {samples} samples"
             raise MisconfigurationException(f"BatchSizeTuner: {error}{data}") from None
