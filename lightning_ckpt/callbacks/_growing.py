@@ -144,16 +144,22 @@ class Growing:
         self._growth = Growth(looked_for, size=size, settled=self._settled, creeping=self._creeping)
         self._at_rest = self._resting()
         self._change(size)
+        over = bool(self._resumed) and _trainer.batches_trained(self._trainer) > 0
+        self._was_over = over and not any(leaf.is_resumed for leaf in leaves)
         if self._was_over:
-            _trainer.expect_batches(self._trainer, _trainer.batches_trained(self._trainer))
+            _trainer.take_epoch_for_over(self._trainer)
         if self._accumulation:
             self._accumulation.since = 0 if self._was_over else self._resumed.get("since", 0)
         self._begin_step()
 
     def begin_epoch(self) -> None:
         """Every hook of an epoch's beginning comes after this one."""
-        if self._growth is not None and not self._was_over:
-            self._recount(begins=True)
+        if self._growth is None or self._was_over:
+            return
+        if self._trainer.current_epoch > 0 and not self._resumed:  # loaded anew, and about to be read from the front
+            for leaf in self._leaves():
+                leaf.end_epoch()
+        self._recount(begins=True)
 
     def begin_batch(self) -> None:
         if self._was_over:
@@ -174,6 +180,7 @@ class Growing:
 
     def end_epoch(self) -> None:
         """The last batch of an epoch is done with."""
+        self._resumed = {}
         for leaf in self._leaves():
             leaf.end_epoch()
         if self._accumulation:
@@ -225,7 +232,7 @@ class Growing:
     def _prepare(self, leaf: GrowingLoader) -> None:
         leaf.resize(self.size)
         if self._resumed and self._resumed["loaders"]:
-            self._was_over |= leaf.resume(self._resumed["loaders"].pop(0))
+            leaf.resume(self._resumed["loaders"].pop(0))
 
     def _leaves(self) -> list[GrowingLoader]:
         loaded = _trainer.loaded_train_loaders(self._trainer)

@@ -125,6 +125,7 @@ class GrowingLoader:
         """Let the next pass be the first of an epoch."""
         self._passes = self._batches = self._samples = 0
         self._start = (0, 0)
+        self._ahead.clear()
 
     def state(self) -> dict[str, Any]:
         """How far training has come in this epoch, and the random numbers its order was drawn with."""
@@ -132,23 +133,30 @@ class GrowingLoader:
         samples = self._samples - sum(ahead)
         return {"batches": self._batches - len(ahead), "samples": samples, "random": self._random} if samples else {}
 
-    def resume(self, state: dict[str, Any]) -> bool:
-        """Let the first pass go on where the saved one had come to; return whether that was its end."""
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the first pass goes on where a saved one had come to."""
+        return self._start != (0, 0)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Let the first pass go on where the saved one had come to; a pass that was over is begun anew."""
+        # Lightning warns that an epoch begins anew unless its loaders have these. They are gone before a checkpoint is
+        # made, lest a run without this callback find states in it that its loaders don't take.
+        vars(self).update(state_dict=self.state, load_state_dict=self.resume)
         if state and (self.total is None or state["samples"] < self.total):
             self._start = self._batches, self._samples = state["batches"], state["samples"]
             self._random = state["random"]
-            return False
-        return bool(state)
 
     def __iter__(self) -> Iterator[Any]:
-        self._passes += 1
-        self._ahead.clear()
         self._source.resize(self._size)
-        if self._passes == 1:
-            self._batches, self._samples = self._start
-        return self._pass(first=self._passes == 1)
+        return self._pass()
 
-    def _pass(self, *, first: bool) -> Iterator[Any]:
+    def _pass(self) -> Iterator[Any]:
+        # Counted here and not in `__iter__`: Lightning begins a pass and throws it away where it loads loaders anew.
+        self._passes += 1
+        for name in ("state_dict", "load_state_dict"):
+            vars(self).pop(name, None)
+        first = self._passes == 1
         skipped = self._start[1] if first else 0
         drawn_with = _Random(self._source.generators)
         if skipped:

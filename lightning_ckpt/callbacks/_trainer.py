@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.data import _extract_batch_size
 
 from lightning_ckpt.callbacks._loaders import drawn_from
@@ -171,9 +172,11 @@ def recount_batches(
     return loop.max_batches
 
 
-def expect_batches(trainer: Trainer, count: int) -> None:
-    """Let the epoch have this many batches; so Lightning sees that a resumed epoch was over."""
-    trainer.fit_loop.max_batches = count
+def take_epoch_for_over(trainer: Trainer) -> None:
+    """Let Lightning see that the epoch it resumes had come to its end, at however many batches that was."""
+    trainer.fit_loop.max_batches = batches_trained(trainer)
+    if getattr(trainer, "_val_check_time_interval", None) is None and trainer.check_val_every_n_epoch is not None:
+        trainer.val_check_batch = trainer.fit_loop.max_batches
 
 
 def batches_trained(trainer: Trainer) -> int:
@@ -202,7 +205,8 @@ def put_train_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> None:
     """Give the trainer other loaders for those it has loaded, and end their workers."""
     loaders = trainer.fit_loop._combined_loader
     if loaders is not None:
-        loaders.reset()
+        for leaf in loaders.flattened:
+            _shutdown_workers_and_reset_iterator(leaf)
         loaders.flattened = [change(leaf) for leaf in loaders.flattened]
 
 
