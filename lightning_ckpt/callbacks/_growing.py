@@ -141,7 +141,13 @@ class Growing:
         samples = samples_to_grow_into(leaves)
         looked_for = search(target, samples)
         size = looked_for.nearest(self.size)
-        self._growth = Growth(looked_for, size=size, settled=self._settled, creeping=self._creeping)
+        self._growth = Growth(
+            looked_for,
+            size=size,
+            settled=self._settled,
+            creeping=self._creeping,
+            ceiling=int(target / self.usable),  # what was kept back for creeping may be used by it
+        )
         self._at_rest = self._resting()
         self._change(size)
         over = bool(self._resumed) and _trainer.batches_trained(self._trainer) > 0

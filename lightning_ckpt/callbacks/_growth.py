@@ -20,6 +20,7 @@ class Growth:
         size: the size of the first step.
         settled: whether that size is one that an earlier run has settled.
         creeping: whether the same step may need more each time, as where a process's resident size is read.
+        ceiling: what a step may need once the size is settled, in bytes; None for the search's target.
 
     Attributes:
         size: samples in the next step's batches.
@@ -29,8 +30,17 @@ class Growth:
         target: most memory a step may need, in bytes.
     """
 
-    def __init__(self, search: Search, *, size: int, settled: bool = False, creeping: bool = False) -> None:
+    def __init__(
+        self,
+        search: Search,
+        *,
+        size: int,
+        settled: bool = False,
+        creeping: bool = False,
+        ceiling: int | None = None,
+    ) -> None:
         self._search = search
+        self._ceiling = search.target if ceiling is None else ceiling
         self.size, self.settled = size, settled
         self.measured: list[Measurement] = []
         self.floor = 0
@@ -86,7 +96,7 @@ class Growth:
             return "nothing fits"
 
     def _watch(self, peak: int) -> News | None:
-        if peak <= self.target:
+        if peak <= self._ceiling:
             return None
         below = self._search.next_below(self.size)
         if below is None:

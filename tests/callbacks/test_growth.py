@@ -74,6 +74,14 @@ def test_after_settling_only_a_peak_above_the_target_changes_the_size() -> None:
     assert growth.size == math.floor(99 * 8000 / 16_000)
 
 
+def test_what_creeps_may_use_what_was_kept_back_for_it() -> None:
+    """Up to the ceiling; above it the size goes back to what the target allows."""
+    growth = Growth(Search(TARGET), size=100, settled=True, ceiling=TARGET + 400)
+    assert growth.step(TARGET + 400, full=True) is None
+    assert growth.step(2 * TARGET, full=True) == "shrunk"
+    assert growth.size == 50
+
+
 def test_a_size_shrinks_among_those_allowed_and_says_once_that_it_can_not() -> None:
     growth = Growth(Search(TARGET, divides=60), size=30, settled=True)
     assert [growth.step(TARGET + 1, full=True) for _ in range(11)] == ["shrunk"] * 10 + ["can't shrink"]
