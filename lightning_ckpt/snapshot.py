@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_ckpt.held import local
+
 Undo = Callable[[], None]
 
 _ENTERED = (nn.Module, Optimizer, LRScheduler, GradScaler)
@@ -206,11 +208,14 @@ def _tensor(value: Tensor) -> tuple[Undo, int]:
             value.grad = grad
             value.requires_grad_(requires_grad)
 
-    return put, 0 if kept is None else value.nbytes
+    return put, 0 if kept is None else local(value).nbytes
 
 
 def _copied(value: Tensor) -> Callable[[Tensor], None] | None:
     """Copy the values and return what writes them back; None for a tensor that holds none or can't be written to."""
+    if (shard := local(value)) is not value:
+        put = _copied(shard)
+        return put and (lambda target: put(local(target)))
     if is_lazy(value) or value.is_meta or value.is_sparse or value.is_inference() or _overlaps(value):
         return None
     if type(value) not in (Tensor, nn.Parameter) or value.is_quantized or not value.numel():

@@ -1,8 +1,6 @@
 """Two processes: checkpointed and plain training give every rank the same gradients."""
 
 import copy
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ckpt import checkpoint_blocks
+from two_ranks import on_two_ranks
 from zoo import GPT, ZOO, ResNet
 
 pytestmark = pytest.mark.slow
@@ -63,9 +62,7 @@ def gradients(model: nn.Module, kind: str, rank: int) -> list[Tensor]:
     return [*seen, *[b.clone().float() for b in model.buffers()], torch.get_rng_state()]
 
 
-def worker(rank: int, port: int, wrap: Wrap, kind: str, policy: str, before: bool, out: str) -> None:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+def train(rank: int, wrap: Wrap, kind: str, policy: str, before: bool, out: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
     plain: Any = {"gpt": lambda: GPT(depth=2), "resnet": ResNet}[kind]()
@@ -76,7 +73,7 @@ def worker(rank: int, port: int, wrap: Wrap, kind: str, policy: str, before: boo
     if not before:
         checkpoint_blocks(ours, policy)
     results = [gradients(wrapped, kind, rank), gradients(wrap(plain), kind, rank)]
-    torch.save(results, f"{out}/{rank}.pt")
+    torch.save(results, out / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -95,10 +92,7 @@ def test_two_ranks_get_the_gradients_of_plain_training(
     wrap: Wrap, kind: str, policy: str, before: bool, tmp_path: Path
 ) -> None:
     """DDP and FSDP2, checkpointing applied before and after the wrapping: bit for bit, and the same on both ranks."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port, wrap, kind, policy, before, str(tmp_path)), nprocs=2)
+    on_two_ranks(train, wrap, kind, policy, before, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for ours, plain in ranks:
         assert len(ours) == len(plain) > 10

@@ -20,10 +20,12 @@ from lightning_ckpt.callbacks._loaders import (
     samples_up_to,
 )
 from lightning_ckpt.callbacks._trainer import (
+    data_ranks,
     datamodule_of,
     hand_train_loaders,
     loaded_train_loaders,
     request_train_loaders,
+    shares_samples_out,
     train_loaders_handed,
 )
 
@@ -101,12 +103,16 @@ class BatchSize:
 
     @property
     def most_samples(self) -> int | None:
-        """The largest size there are samples for; None where that is unknown."""
-        return most_samples(self._loaders)
+        """The largest size there are samples for on a rank; None where that is unknown."""
+        return most_samples(self._loaders, self._ranks_sharing)
 
     def samples_up_to(self, size: int) -> int:
         """How many samples there are, counted no further than `size`."""
-        return samples_up_to(self._loaders, size)
+        return samples_up_to(self._loaders, size, self._ranks_sharing)
+
+    def _ranks_sharing(self, loader: Any) -> int:
+        """How many ranks will share this loader's samples out among them."""
+        return data_ranks(self._trainer) if shares_samples_out(self._trainer, loader) else 1
 
     def drawn_from(self) -> Iterable[object]:
         """The objects whose state reading a batch may change."""

@@ -6,15 +6,24 @@ from typing import Any, Protocol
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 
 from lightning_ckpt.callbacks import _trainer
 from lightning_ckpt.callbacks._batch_size import places_of
 from lightning_ckpt.callbacks._clock import clock_for
+from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._growing_loader import GrowingLoader, growing, samples_to_grow_into
 from lightning_ckpt.callbacks._growth import Growth, News
-from lightning_ckpt.callbacks._loaders import resized
+from lightning_ckpt.callbacks._loaders import changed, resized
+from lightning_ckpt.callbacks._trainer_batches import (
+    StepsCountedFrom,
+    around_train_loaders,
+    batches_held,
+    batches_trained,
+    put_train_loaders,
+    recount_batches,
+    take_epoch_for_over,
+)
 from lightning_ckpt.callbacks._trials import USABLE, Trial, floor_of
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
@@ -53,7 +62,7 @@ class Growing:
         name: of the attribute or hyperparameter that holds the batch size.
         first: size of the first step.
         settled: whether that size was settled by a run before.
-        global_batch_size: samples of an optimizer step over all ranks, to be kept; None to let it grow.
+        global_batch: what an optimizer step takes in all, to be kept; None to let it grow.
         trials: where sizes measured are added.
 
     Attributes:
@@ -71,18 +80,21 @@ class Growing:
         name: str,
         first: int,
         settled: bool,
-        global_batch_size: int | None,
+        global_batch: GlobalBatch | None,
         trials: list[Trial],
     ) -> None:
-        refuse(trainer, pl_module, global_batch_size)
+        _refuse(trainer)
         self._trainer, self._module, self._name = trainer, pl_module, name
         self._size, self._settled, self._trials = first, settled, trials
-        self._per_rank = None if global_batch_size is None else global_batch_size // ranks_with_data(trainer)
-        self._accumulation = None if global_batch_size is None else _trainer.Accumulation(trainer)
+        self._global_batch = global_batch
+        self._counted = StepsCountedFrom(trainer) if global_batch else None
         self._growth: Growth | None = None
         self._resumed: Mapping[str, Any] = {}
         self._was_over = False
-        self._undo = _trainer.around_train_loaders(trainer, self._take)
+        self._undo = around_train_loaders(trainer, self._take)
+        handed = _trainer.train_loaders_handed(trainer)
+        if isinstance(handed, CombinedLoader):  # Lightning puts what it prepares into this very object
+            _trainer.hand_train_loaders(trainer, changed(handed, lambda leaf: leaf))
         self._interval = Interval(reader_for(trainer.strategy.root_device))
         self._clock = clock_for(trainer.strategy.root_device)
         self.usable = USABLE if self._creeping else 1.0
@@ -107,7 +119,7 @@ class Growing:
             "size": proven or self._size,
             "settled": self.settled,
             "loaders": [leaf.state() for leaf in self._leaves()],
-            "since": self._accumulation.since if self._accumulation else 0,
+            "since": self._counted.since if self._counted else 0,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -150,12 +162,12 @@ class Growing:
         )
         self._at_rest = self._resting()
         self._change(size)
-        over = bool(self._resumed) and _trainer.batches_trained(self._trainer) > 0
+        over = bool(self._resumed) and batches_trained(self._trainer) > 0
         self._was_over = over and not any(leaf.is_resumed for leaf in leaves)
         if self._was_over:
-            _trainer.take_epoch_for_over(self._trainer)
-        if self._accumulation:
-            self._accumulation.since = 0 if self._was_over else self._resumed.get("since", 0)
+            take_epoch_for_over(self._trainer)
+        if self._counted:
+            self._counted.since = 0 if self._was_over else self._resumed.get("since", 0)
         self._begin_step()
 
     def begin_epoch(self) -> None:
@@ -176,7 +188,7 @@ class Growing:
 
     def end_batch(self) -> None:
         assert self._growth is not None
-        held = _trainer.batches_held(self._trainer)
+        held = batches_held(self._trainer)
         samples = [leaf.trained(held) for leaf in self._leaves()]
         self._step.full &= all(count == self._growth.size for count in samples)
         self._step.peak = max(self._step.peak, self._interval.peak())
@@ -189,8 +201,8 @@ class Growing:
         self._resumed = {}
         for leaf in self._leaves():
             leaf.end_epoch()
-        if self._accumulation:
-            self._accumulation.since = 0
+        if self._counted:
+            self._counted.since = 0
         self._begin_step()
 
     def end(self) -> None:
@@ -218,11 +230,11 @@ class Growing:
         self._undo()
         if self._leaves():
             plain = self.size
-            _trainer.put_train_loaders(
+            put_train_loaders(
                 self._trainer, lambda leaf: resized(leaf.loader, plain) if isinstance(leaf, GrowingLoader) else leaf
             )
-        if self._accumulation:
-            self._accumulation.remove()
+        if self._counted:
+            self._counted.remove()
 
     @property
     def _creeping(self) -> bool:
@@ -269,18 +281,25 @@ class Growing:
         growth, before = self._growth, self._growth.size
         if not growth.settled and not growth.measured:
             self._learn_floor()
-        highest = self._ranks.most(self._step.peak)
         peak = self._ranks.most(self._step.peak - self._room.target) + growth.target
         full = growth.settled or not self._ranks.most(int(not self._shows_all()))
-        self._highest = max(self._highest, highest)
+        self._highest = max(self._highest, self._step.peak)
         news = growth.step(peak, full=full)
-        if news in ("measured", "settled", "nothing fits"):
-            self._note(before)
-        if growth.size != before:
-            self._change(growth.size)
-        if news not in (None, "measured"):
-            self._tell(news, before, highest)
+        if news is not None:
+            highest, self._highest = self._ranks.most(self._highest), 0
+            self._follow(news, before, highest)
+        elif growth.settled:
+            self._highest = 0
         self._begin_step()
+
+    def _follow(self, news: News, before: int, peak: int) -> None:
+        """Do what has come of a step of size `before`."""
+        if news in ("measured", "settled", "nothing fits"):
+            self._note(before, peak)
+        if self.size != before:
+            self._change(self.size)
+        if news != "measured":
+            self._tell(news, before, peak)
 
     def _learn_floor(self) -> None:
         assert self._growth is not None
@@ -291,13 +310,12 @@ class Growing:
         self._interval.reset_peak()
         return self._interval.peak()
 
-    def _note(self, size: int) -> None:
+    def _note(self, size: int, peak: int) -> None:
         self._clock.wait(self._step.spans)
         seconds = self._clock.seconds(self._step.spans) or 0.0
         assert self._growth is not None
         fits = self._growth.measured[-1].peak <= self._growth.target
-        self._trials.append(Trial(size, self._highest, seconds, "fits" if fits else "too large"))
-        self._highest = 0
+        self._trials.append(Trial(size, peak, seconds, "fits" if fits else "too large"))
 
     def _change(self, size: int) -> None:
         for place in places_of(self._trainer, self._module, self._name):
@@ -309,14 +327,15 @@ class Growing:
         release_unused(self._trainer.strategy.root_device)
 
     def _accumulate(self) -> None:
-        if self._accumulation and self._per_rank:
-            self._accumulation.change(self._per_rank // self.size)
+        if self._global_batch and self._counted:
+            self._counted.here()
+            self._global_batch.accumulate(self.size)
 
     def _recount(self, *, begins: bool = False) -> None:
         def count(leaf: Any, share: float) -> int | None:
             return leaf.batches(share) if isinstance(leaf, GrowingLoader) and leaf.total is not None else None
 
-        _trainer.recount_batches(self._trainer, count, begins=begins)
+        recount_batches(self._trainer, count, begins=begins)
 
     def _tell(self, news: News, before: int, peak: int) -> None:
         if news == "settled":
@@ -338,41 +357,13 @@ class Growing:
             logger.log_hyperparams({self._name: self.size})
 
     def _samples_of_a_step(self) -> int:
-        return self.size * self._trainer.accumulate_grad_batches * ranks_with_data(self._trainer)
+        return self.size * self._trainer.accumulate_grad_batches * _trainer.data_ranks(self._trainer)
 
 
-def ranks_with_data(trainer: Trainer) -> int:
-    """How many ranks have a batch of their own."""
-    return round(trainer.world_size * _trainer.batch_share(trainer))
-
-
-def refuse(trainer: Trainer, pl_module: LightningModule, global_batch_size: int | None) -> None:
-    """Refuse what does not go together with growing.
-
-    Raises:
-        MisconfigurationException: another callback chooses by the same memory or the same number, or the steps of the
-            module can't be counted.
-    """
-    others = _trainer.callbacks_of(trainer)
-    planners = (other for other in others if isinstance(other, ActivationCheckpointing))
+def _refuse(trainer: Trainer) -> None:
+    planners = (other for other in _trainer.callbacks_of(trainer) if isinstance(other, ActivationCheckpointing))
     if any(isinstance(resolve_policy(other.policy), MemoryBudget) for other in planners):
         raise MisconfigurationException(
             'BatchSizeTuner(mode="grow") and ActivationCheckpointing("auto") would both follow the peak of the same '
             'steps, one by more samples and one by more replays: use mode="search", or a policy that stays'
-        )
-    if global_batch_size is None:
-        return
-    if not pl_module.automatic_optimization:
-        raise MisconfigurationException(
-            f"global_batch_size={global_batch_size} is kept by accumulate_grad_batches, which Lightning does not use "
-            "in manual optimization: leave global_batch_size out, or optimize automatically"
-        )
-    if any(isinstance(other, GradientAccumulationScheduler) for other in others):
-        raise MisconfigurationException(
-            f"global_batch_size={global_batch_size} and GradientAccumulationScheduler both set "
-            "accumulate_grad_batches: leave one of them out"
-        )
-    if global_batch_size % ranks_with_data(trainer):
-        raise MisconfigurationException(
-            f"global_batch_size={global_batch_size} can't be divided among {ranks_with_data(trainer)} processes"
         )

@@ -1,6 +1,7 @@
 """Train loaders at another batch size: the user's own loader, copied, with a batch sampler of that size."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from itertools import cycle, islice
 from typing import Any
@@ -65,22 +66,28 @@ def for_trial(loader: Any, size: int) -> Any:
     return copy_with(loader, batch_sampler=_batches(loader, size), **one)
 
 
-def most_samples(loaders: Any) -> int | None:
+def most_samples(loaders: Any, sharing: Callable[[Any], int]) -> int | None:
     """The largest batch size worth trying: no larger than the dataset; None where its length is unknown.
 
     Of several loaders the longest counts, unless a loader that drops its last batch would be left with none.
+
+    Args:
+        loaders: one or several.
+        sharing: how many ranks share a loader's samples out among them.
     """
     sized = [leaf for leaf in leaves(loaders) if batch_size_of(leaf) is not None]
-    known = [(count, _drops_last(leaf)) for leaf in sized if (count := _samples(leaf)) is not None]
+    known = [
+        (math.ceil(count / sharing(leaf)), _drops_last(leaf)) for leaf in sized if (count := _samples(leaf)) is not None
+    ]
     if not known:
         return None
     dropping = [count for count, drops in known if drops]
     return min(dropping) if dropping else max(count for count, _ in known)
 
 
-def samples_up_to(loaders: Any, size: int) -> int:
+def samples_up_to(loaders: Any, size: int, sharing: Callable[[Any], int]) -> int:
     """How many samples there are, counted in streams of unknown length, and no further than `size`."""
-    counts = [most_samples(loaders)]
+    counts = [most_samples(loaders, sharing)]
     streams = [leaf for leaf in leaves(loaders) if batch_size_of(leaf) is not None and _samples(leaf) is None]
     counts += [sum(1 for _ in islice(leaf.dataset, size)) for leaf in streams]
     return max((min(count, size) for count in counts if count is not None), default=size)

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -18,8 +17,9 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from lightning.pytorch.utilities.data import _extract_batch_size
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ckpt.callbacks._loaders import drawn_from
 from lightning_ckpt.snapshot import RandomState, Snapshot
@@ -117,128 +117,6 @@ def wandb_names(logger: WandbLogger) -> tuple[str, str]:
 def has_training_to_do(trainer: Trainer) -> bool:
     """Whether this `fit` is a real one; `fast_dev_run` is documented, but set where type checkers can't see it."""
     return not trainer.fast_dev_run and trainer.limit_train_batches != 0  # type: ignore[attr-defined]
-
-
-def around_train_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let every train loader be changed once Lightning has prepared it; return what undoes it.
-
-    The strategy's hook is the last thing a loader passes before its batches are counted and drawn.
-    """
-    strategy, process = trainer.strategy, trainer.strategy.process_dataloader
-
-    def processing(dataloader: object) -> object:
-        dataloader = process(dataloader)
-        return change(dataloader) if trainer.training else dataloader
-
-    strategy.process_dataloader = processing  # type: ignore[method-assign]
-    return lambda: _void(vars(strategy).pop("process_dataloader", None))
-
-
-def batches_held(trainer: Trainer) -> int:
-    """How many batches were drawn and not trained on yet: one where the number of batches is not known."""
-    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-
-
-def recount_batches(
-    trainer: Trainer, count: Callable[[Any, float], int | None], *, begins: bool = False
-) -> int | float | None:
-    """Let Lightning know how many batches the epoch has, which it finds out once, when it loads the loaders.
-
-    The progress bar, the interval between validations and what is the last batch depend on it.
-
-    Args:
-        trainer: whose epoch it is.
-        count: from a loader and the share of it that is used, its number of batches; None where that stays as it was.
-        begins: whether an epoch begins, rather than goes on.
-
-    Returns:
-        The number; None where it is unknown or nothing is left to change.
-    """
-    loop, fetcher, loaders = trainer.fit_loop, trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
-    if fetcher is None or loaders is None or fetcher.length is None or (fetcher.done and not begins):
-        return None
-    limit = trainer.limit_train_batches
-    if isinstance(limit, int):
-        loaders.limits = [limit] * len(loaders.flattened)
-    else:
-        counts = [count(leaf, limit) for leaf in loaders.flattened]
-        before = loaders.limits or [float("inf")] * len(counts)
-        loaders.limits = [b if c is None else c for b, c in zip(before, counts, strict=True)]
-    if loaders._iterator is not None:
-        loaders._iterator.limits = loaders.limits  # as they were when the pass began
-    loop.max_batches = fetcher.length = len(loaders)
-    _space_validations(trainer)
-    _show_batches(trainer)
-    return loop.max_batches
-
-
-def take_epoch_for_over(trainer: Trainer) -> None:
-    """Let Lightning see that the epoch it resumes had come to its end, at however many batches that was."""
-    trainer.fit_loop.max_batches = batches_trained(trainer)
-    if getattr(trainer, "_val_check_time_interval", None) is None and trainer.check_val_every_n_epoch is not None:
-        trainer.val_check_batch = trainer.fit_loop.max_batches
-
-
-def batches_trained(trainer: Trainer) -> int:
-    """How many batches of this epoch were begun, those before a resume too."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-
-def _space_validations(trainer: Trainer) -> None:
-    """As `setup_data` does; an interval that became longer than the epoch ends with it."""
-    batches, interval = trainer.fit_loop.max_batches, trainer.val_check_interval
-    if getattr(trainer, "_val_check_time_interval", None) is not None or trainer.check_val_every_n_epoch is None:
-        return
-    at = min(interval, batches) if isinstance(interval, int) else max(1, int(batches * interval))
-    trainer.val_check_batch = at
-
-
-def _show_batches(trainer: Trainer) -> None:
-    bar, batches = trainer.progress_bar_callback, trainer.fit_loop.max_batches
-    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
-        bar.train_progress_bar.total = batches
-    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
-        bar.progress.update(bar.train_progress_bar_id, total=batches)
-
-
-def put_train_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> None:
-    """Give the trainer other loaders for those it has loaded, and end their workers."""
-    loaders = trainer.fit_loop._combined_loader
-    if loaders is not None:
-        for leaf in loaders.flattened:
-            _shutdown_workers_and_reset_iterator(leaf)
-        loaders.flattened = [change(leaf) for leaf in loaders.flattened]
-
-
-class Accumulation:
-    """How many micro-batches make an optimizer step, which may change between any two steps.
-
-    Lightning steps where the number of the batch in its epoch is divisible, so that after a change the next step would
-    have a number of micro-batches of its own. So the rule is replaced on the instance by one that counts from the
-    change.
-
-    Attributes:
-        since: batches of this epoch before the change.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._loop = trainer, trainer.fit_loop.epoch_loop
-        self._found = trainer.accumulate_grad_batches
-        self.since = 0
-        self._loop._accumulated_batches_reached = self._reached  # type: ignore[method-assign]
-
-    def change(self, count: int) -> None:
-        """Let the steps from here on have `count` micro-batches; between two steps."""
-        self.since = batches_trained(self._trainer)
-        self._trainer.accumulate_grad_batches = count
-
-    def remove(self) -> None:
-        """Give the trainer its rule and number back."""
-        del self._loop._accumulated_batches_reached
-        self._trainer.accumulate_grad_batches = self._found
-
-    def _reached(self) -> bool:
-        return (batches_trained(self._trainer) - self.since) % self._trainer.accumulate_grad_batches == 0
 
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
@@ -355,6 +233,56 @@ def unseen(trainer: Trainer) -> Iterator[None]:
         trainer.strategy.lr_scheduler_configs = schedulers
 
 
+@contextmanager
+def by_itself(trainer: Trainer) -> Iterator[None]:
+    """Let a rank take steps without the others, inside `unseen`, where it has all of the model.
+
+    `DistributedDataParallel` is left out, so that neither gradients nor buffers are reduced; nor are logged values, and
+    no word of a signal to end is passed on.
+    """
+    strategy, wrapped = trainer.strategy, trainer.strategy.model
+    if not isinstance(wrapped, DistributedDataParallel):
+        yield
+        return
+    strategy.model = trainer.lightning_module
+    strategy.reduce = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        strategy.model = wrapped
+        del strategy.reduce
+
+
+def wrap_anew(trainer: Trainer) -> None:
+    """Let `static_graph=True` be learned from training: the wrapper has counted backward passes taken without it."""
+    wrapped = trainer.strategy.model
+    if isinstance(wrapped, DistributedDataParallel) and wrapped.static_graph:
+        trainer.strategy.model = trainer.lightning_module
+        trainer.strategy.configure_ddp()  # type: ignore[attr-defined]
+
+
+def steps_alone(trainer: Trainer) -> bool:
+    """Whether a rank can take steps `by_itself`."""
+    return trainer.world_size == 1 or isinstance(trainer.strategy.model, DistributedDataParallel)
+
+
+def data_ranks(trainer: Trainer) -> int:
+    """How many ranks have batches of their own."""
+    return round(batch_share(trainer) * trainer.world_size)
+
+
+def shares_samples_out(trainer: Trainer, loader: Any) -> bool:
+    """Whether Lightning will put a distributed sampler into this loader, which has none yet."""
+    return (
+        isinstance(loader, DataLoader)
+        and data_ranks(trainer) > 1
+        and trainer._accelerator_connector.use_distributed_sampler
+        and not isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.sampler, DistributedSampler)
+    )
+
+
 def _fresh_loop(trainer: Trainer) -> _FitLoop:
     old = trainer.fit_loop
     loop = _FitLoop(trainer, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
@@ -411,7 +339,3 @@ def scale(trainer: Trainer) -> float | None:
     """The factor that losses are scaled by now; None where they are not."""
     scaler = scaler_of(trainer)
     return None if scaler is None else float(scaler.get_scale())
-
-
-def _void(_: object) -> None:
-    """Drop a result, where a function that returns nothing is wanted."""

@@ -12,7 +12,15 @@ from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
-from lightning_ckpt.callbacks._trainer import datamodule_of, optimizer_steps, optimizer_wrappers, scaler_of, unseen
+from lightning_ckpt.callbacks._trainer import (
+    by_itself,
+    datamodule_of,
+    optimizer_steps,
+    optimizer_wrappers,
+    scaler_of,
+    steps_alone,
+    unseen,
+)
 from lightning_ckpt.held import bytes_held, tensors_of
 from lightning_ckpt.memory import HostReader, reader_for, release_unused
 from lightning_ckpt.oom import is_out_of_memory, release
@@ -51,6 +59,7 @@ class Trials:
         copies: bytes of the copies that the readings of this reader would count; readings are given without them.
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
+        alone: whether no other rank is waited for within a step.
     """
 
     def __init__(self, trainer: Trainer, place: BatchSize) -> None:
@@ -60,6 +69,7 @@ class Trials:
         self._warm = False
         self._drawn: Snapshot | None = None
         self.copies = self.floor = 0
+        self.alone = steps_alone(trainer)
         self.usable = USABLE if isinstance(self._reader, HostReader) else 1.0
 
     def __enter__(self) -> Self:
@@ -110,7 +120,7 @@ class Trials:
         return measurement, seconds
 
     def _step(self, size: int) -> float:
-        with unseen(self._trainer):
+        with unseen(self._trainer), by_itself(self._trainer):
             loaders = self._place.trial_loaders(size)
             with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
                 if not self._warm:
@@ -129,14 +139,15 @@ class Trials:
         """Take further steps while the resident size grows.
 
         The C library keeps what a step frees in pieces that the next one can't all use, so that the same step takes up
-        to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors.
+        to a quarter more pages the third time than the first. Allocators of accelerators are counted in tensors. Ranks
+        that wait for one another take equally many.
         """
         if not isinstance(self._reader, HostReader):
             return
         for _ in range(_MOST_SETTLING_STEPS):
             before = self._peak()
             step()
-            if self._peak() < _STILL_GROWING * before:
+            if self.alone and self._peak() < _STILL_GROWING * before:
                 return
 
     def _learn_floor(self) -> None:

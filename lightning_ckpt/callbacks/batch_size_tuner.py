@@ -11,12 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parameter import is_lazy
 
+from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
-from lightning_ckpt.callbacks._growing import Growing, ranks_with_data
-from lightning_ckpt.callbacks._trainer import OptimizerSetup, callbacks_of, has_training_to_do, set_callbacks
+from lightning_ckpt.callbacks._global_batch import GlobalBatch
+from lightning_ckpt.callbacks._growing import Growing
+from lightning_ckpt.callbacks._trainer import (
+    OptimizerSetup,
+    callbacks_of,
+    data_ranks,
+    has_training_to_do,
+    set_callbacks,
+    wrap_anew,
+)
 from lightning_ckpt.callbacks._trials import Outcome, Trial, Trials
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import reader_for
+from lightning_ckpt.processes import Ranks, ranks_of
 from lightning_ckpt.search import Measurement, NothingFits, Search
 from lightning_ckpt.sizes import format_size, parse_size
 
@@ -56,6 +66,11 @@ class BatchSizeTuner(Callback):
     The trials run in `on_fit_start`, before the module's own `on_fit_start` and `on_train_start`; of the module's hooks
     only those of a batch are called. `ActivationCheckpointing` is put before this callback. Validation is not tried.
 
+    Of several processes all take one size, the largest that fits on each of them. Under DDP a trial waits for no other
+    rank, so one that runs out of memory is a bound like any other; with `gradient_as_bucket_view=True` gradients count
+    twice in it, so that the size is on the safe side. Where ranks share the parts of a model (FSDP2) they wait for one
+    another within a step, and an out-of-memory error ends the run, with what to do; sizes grow so that there is none.
+
     A settled size is saved in checkpoints. A resumed run, and another `fit` with the same callback, use it after one
     trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
     `fast_dev_run` nothing is done.
@@ -85,8 +100,9 @@ class BatchSizeTuner(Callback):
         memory_limit: memory to fill, in bytes or as `"40GiB"`; `None` for what the device, or on a machine without one
             the process, can hold.
         max_trials: most sizes to try.
-        global_batch_size: samples of an optimizer step over all processes, to be kept whatever the batch size:
-            `accumulate_grad_batches` follows it, and sizes tried divide it. `None` lets the step grow with the batch.
+        global_batch_size: samples of an optimizer step, over all processes and micro-batches, to be kept whatever the
+            batch size: sizes tried divide it, and `accumulate_grad_batches` follows. `None` lets the step grow with the
+            batch, which one line in the log says.
 
     Attributes:
         batch_size: the settled size; `None` before. While growing, the size of the next step.
@@ -94,8 +110,9 @@ class BatchSizeTuner(Callback):
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: when `fit` starts: no batch size was found that can be changed; several processes;
-            a `LearningRateFinder` or `BatchSizeFinder` beside it.
+        MisconfigurationException: when `fit` starts: no batch size was found that can be changed; a
+            `LearningRateFinder` or `BatchSizeFinder` beside it.
+        RuntimeError: in a trial: another rank has failed; or memory ran out where ranks wait for one another in a step.
         NothingFits: when `fit` starts: not even the smallest size allowed fits.
 
     Example:
@@ -137,12 +154,12 @@ class BatchSizeTuner(Callback):
         self.memory_limit = None if memory_limit is None else parse_size(memory_limit, name="memory_limit")
         self.max_trials = max_trials
         self.global_batch_size = global_batch_size
+        self._global_batch: GlobalBatch | None = None
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
         self._optimizer_setup: OptimizerSetup | None = None
         self._growing: Growing | None = None
         self._grown: dict[str, Any] = {}
-        self._divides: int | None = None
 
     @property
     def state_key(self) -> str:
@@ -160,9 +177,11 @@ class BatchSizeTuner(Callback):
             return  # a strategy that loads late: this fit has settled its size already
         self.batch_size = state_dict["batch_size"]
         self.trials[:] = [Trial(**trial) for trial in state_dict["trials"]]
-        self._grown = state_dict.get("grown", {})
-        if self._growing and self._grown:
+        self._grown = state_dict.get("grown") or {"size": self.batch_size, "settled": True, "loaders": [], "since": 0}
+        if self._growing:
             self._growing.resume(self._grown)
+        elif self.mode == "search" and not self._grown["settled"]:
+            self.batch_size = None  # it was to grow further
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -170,25 +189,21 @@ class BatchSizeTuner(Callback):
         self._refuse(trainer)
         self._stand_behind_checkpointing(trainer)
         self._forget_setup()
-        if self.mode == "grow":
-            self._begin_growing(trainer, pl_module)
-        else:
-            self._optimizer_setup = OptimizerSetup(trainer)
-
-    def _begin_growing(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not has_training_to_do(trainer):
-            return
         if self.global_batch_size is not None:
-            self._divides = max(self.global_batch_size // ranks_with_data(trainer), 1)
-        self._growing = Growing(
-            trainer,
-            pl_module,
-            name=self.batch_arg_name,
-            first=self._first(self._search(0, None)),
-            settled=self._grown.get("settled", False),
-            global_batch_size=self.global_batch_size,
-            trials=self.trials,
-        )
+            self._global_batch = GlobalBatch(trainer, pl_module, self.global_batch_size)
+        if self.mode == "search":
+            self._optimizer_setup = OptimizerSetup(trainer)
+        elif has_training_to_do(trainer):
+            first, settled = self._first(self._search(0, None)), self._grown.get("settled", False)
+            self._growing = Growing(
+                trainer,
+                pl_module,
+                name=self.batch_arg_name,
+                first=first,
+                settled=settled,
+                global_batch=self._global_batch,
+                trials=self.trials,
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         setup = self._optimizer_setup
@@ -200,11 +215,18 @@ class BatchSizeTuner(Callback):
                 "module before `fit`, so that its lazy layers know their shapes"
             )
         place = BatchSize(trainer, pl_module, self.batch_arg_name)
+        ranks = ranks_of(trainer.world_size)
+        if self._global_batch:
+            self._global_batch.accumulate_for_trials()
         with Trials(trainer, place) as trials:
             trials.prepare(self._first(self._search(0, None)))
-            room = self._room(trainer, trials)
-            size = self._settle(self._search(room.target, place.most_samples), place, trials, room)
-        if place.settle(size):
+            room = min(ranks.gather(self._room(trainer, trials)), key=lambda room: room.target)
+            agreed = AgreedTrials(trials, ranks, self._room(trainer, trials).target)
+            size = self._settle(room, place, agreed, ranks)
+        wrap_anew(trainer)
+        if self._global_batch:
+            self._global_batch.accumulate(size)
+        if place.settle(size) or self._global_batch:
             setup.again(trainer)
         self.batch_size = size
         self._forget_setup()
@@ -241,19 +263,20 @@ class BatchSizeTuner(Callback):
             self._growing.end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._forget_setup()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._growing:
             self._growing.fail(exception)
-        self._forget_setup()  # Lightning calls no teardown after an exception
+        self._end()  # Lightning calls no teardown after an exception
+
+    def _end(self) -> None:
+        self._forget_setup()
+        if self._global_batch is not None:
+            self._global_batch.put_back()
+            self._global_batch = None
 
     def _refuse(self, trainer: Trainer) -> None:
-        if trainer.world_size > 1 and self.mode == "search":
-            raise MisconfigurationException(
-                f"BatchSizeTuner works in a single process for now, and this trainer runs {trainer.world_size}: find "
-                "the size with Trainer(devices=1), then set it by hand"
-            )
         for other in callbacks_of(trainer):
             if isinstance(other, LearningRateFinder):
                 raise MisconfigurationException(
@@ -299,7 +322,8 @@ class BatchSizeTuner(Callback):
     def _search(self, target: int, samples: int | None) -> Search:
         most = min((bound for bound in (self.max_val, samples) if bound is not None), default=None)
         try:
-            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials, self._divides)
+            divides = self._global_batch.per_rank if self._global_batch else None
+            return Search(target, self.min_val, most, self.multiple_of, self.init_val, self.max_trials, divides)
         except ValueError as error:
             data = "" if samples is None else f"; the train data has {samples} samples"
             raise MisconfigurationException(f"BatchSizeTuner: {error}{data}") from None
@@ -308,12 +332,14 @@ class BatchSizeTuner(Callback):
         """The size a fit before or a checkpoint has settled, or else the search's first."""
         return search.nearest(self.batch_size or search.init_val or 2 * search.multiple_of)
 
-    def _settle(self, search: Search, place: BatchSize, trials: Trials, room: _Room) -> int:
+    def _settle(self, room: _Room, place: BatchSize, trials: AgreedTrials, ranks: Ranks) -> int:
         """Try sizes until the search is over, or until the size that was settled before has shown to fit."""
         measured: list[Measurement] = []
+        known = [samples for samples in ranks.gather(place.most_samples) if samples is not None]
+        search = self._search(room.target, min(known, default=None))
         size: int | None = self._first(search)
         while size is not None:
-            there = place.samples_up_to(size)
+            there = min(ranks.gather(place.samples_up_to(size)))
             if there < size:  # a stream that turned out short
                 search = self._search(room.target, there)
                 size = search.nearest(size)
@@ -328,7 +354,7 @@ class BatchSizeTuner(Callback):
         except NothingFits:
             raise NothingFits(_why(min(measured, key=lambda m: m.size), search, room)) from None
 
-    def _try(self, search: Search, trials: Trials, size: int) -> Measurement:
+    def _try(self, search: Search, trials: AgreedTrials, size: int) -> Measurement:
         measurement, seconds = trials.run(size)
         outcome = _outcome(search, measurement)
         self.trials.append(Trial(size, measurement.peak, seconds, outcome))
@@ -342,11 +368,16 @@ class BatchSizeTuner(Callback):
             share = f"{trial.peak / room.limit:.1%}"
             table.add_row(f"{trial.size}", format_size(trial.peak), share, f"{trial.seconds:.3g} s", trial.outcome)
         Console().print(table)
-        if before != self.batch_size:
-            accumulated = trainer.accumulate_grad_batches
-            was = "" if before is None else f", not {before * accumulated} as before"
+        if self._global_batch:
             rank_zero_info(
-                f"BatchSizeTuner: an optimizer step now takes {(self.batch_size or 0) * accumulated} samples{was}; the "
+                f"BatchSizeTuner: an optimizer step takes {self.global_batch_size} samples, as asked: "
+                f"{trainer.accumulate_grad_batches} batches of {self.batch_size} on {data_ranks(trainer)} ranks"
+            )
+        elif before != self.batch_size:
+            of_each = trainer.accumulate_grad_batches * data_ranks(trainer)
+            was = "" if before is None else f", not {before * of_each} as before"
+            rank_zero_info(
+                f"BatchSizeTuner: an optimizer step now takes {(self.batch_size or 0) * of_each} samples{was}; the "
                 "learning rate may want to follow"
             )
 

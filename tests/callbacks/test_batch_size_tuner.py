@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EarlyStopping,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -789,6 +790,47 @@ def test_the_table_and_the_line_about_the_effective_batch(
     ]
 
 
+@pytest.mark.parametrize(("samples", "size", "count"), [(96, 32, 3), (40, 40, 1), (74, 37, 2), (82, 2, 41)])
+def test_an_optimizer_step_takes_the_samples_that_were_asked_for(
+    samples: int, size: int, count: int, meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """40 samples fit: the largest size that divides is taken, and training is that with both numbers set by hand."""
+    tuner = BatchSizeTuner(global_batch_size=samples)
+    with caplog.at_level("INFO"):
+        trainer, ours = run(Net(), [tuner], tmp_path / "ours")
+    assert tuner.batch_size == size
+    assert all(samples % trial.size == 0 for trial in tuner.trials)
+    assert f"{count} batches of {size} on 1 ranks" in caplog.text
+    assert trainer.accumulate_grad_batches == 1  # as the user had it
+    _, plain = run(Net(size), [], tmp_path / "plain", accumulate_grad_batches=count)
+    limits, by_hand = ours.pop("limits"), plain.pop("limits")
+    assert (limits[0], limits[2]) == (by_hand[0], by_hand[2])
+    assert_same(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("module", "samples", "callbacks", "options", "message"),
+    [
+        (Manual, 8, [], {}, "does not use in manual optimization: leave global_batch_size out"),
+        (Net, 8, [GradientAccumulationScheduler({0: 2})], {}, "both set accumulate_grad_batches: leave one of them"),
+        (Net, 8, [], {"accumulate_grad_batches": 4}, "by itself, and the trainer has 4: leave that out"),
+    ],
+    ids=["manual", "scheduler", "accumulation"],
+)
+def test_what_a_constant_number_of_samples_does_not_go_with_is_said(
+    module: type[Net],
+    samples: int,
+    callbacks: list[Callback],
+    options: dict[str, Any],
+    message: str,
+    meter: Meter,
+    tmp_path: Path,
+) -> None:
+    """Nothing is half applied: the trainer's own number of batches stays."""
+    with pytest.raises(MisconfigurationException, match=message):
+        run(module(), [BatchSizeTuner(global_batch_size=samples), *callbacks], tmp_path, **options)
+
+
 def test_validation_test_and_fast_dev_run_are_left_alone(meter: Meter, tmp_path: Path) -> None:
     tuner, module = BatchSizeTuner(), Net()
     run(module, [tuner], tmp_path, fast_dev_run=True)
@@ -882,14 +924,6 @@ def test_finders_of_lightning_beside_it_are_refused(
     for callbacks in ([BatchSizeTuner(), other()], [other(), BatchSizeTuner()]):
         with pytest.raises(MisconfigurationException, match=message):
             run(Net(), callbacks, tmp_path)
-
-
-def test_several_processes_are_refused() -> None:
-    class Two:
-        world_size = 2
-
-    with pytest.raises(MisconfigurationException, match="single process for now, and this trainer runs 2"):
-        BatchSizeTuner().setup(Two(), Net(), "fit")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

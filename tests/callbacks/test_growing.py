@@ -280,6 +280,7 @@ def test_several_loaders_grow_together(mode: Any, meter: Meter, tmp_path: Path) 
         assert all(sorted(flat(module.of_epoch(epoch))) == list(range(300)) for epoch in range(2))
     first = len(module.of_epoch(0))
     assert [at for at, last in enumerate(module.last) if last] == [first - 1, len(module.seen) - 1]
+    assert [leaf.batch_size for leaf in loaders.flattened] == [8, 8]
 
 
 CURVES: dict[str, tuple[Callable[[int], float], int]] = {
@@ -647,11 +648,11 @@ def test_everything_replaced_is_put_back(ends: str, meter: Meter, tmp_path: Path
     data = loader(num_workers=2)
     with contextlib.nullcontext() if ends == "well" else pytest.raises(ValueError, match="mine"):
         tuner = BatchSizeTuner(mode="grow", global_batch_size=40)
-        run(Fails(), [Keeper(), tuner], tmp_path, loaders=data, accumulate_grad_batches=3)
+        run(Fails(), [Keeper(), tuner], tmp_path, loaders=data)
     [trainer] = trainers
     assert "process_dataloader" not in vars(trainer.strategy)
     assert "_accumulated_batches_reached" not in vars(trainer.fit_loop.epoch_loop)
-    assert trainer.accumulate_grad_batches == 3
+    assert trainer.accumulate_grad_batches == 1
     used: Any = trainer.train_dataloader
     assert type(used) is DataLoader
     assert used.dataset is data.dataset

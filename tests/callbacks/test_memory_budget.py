@@ -2,8 +2,6 @@
 
 import copy
 import logging
-import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from lightning_ckpt import ActivationCheckpointing, MemoryBudget, StepMonitor
 from lightning_ckpt.memory import AllocatorReader, HostReader, Interval, use_reader
 from modules import Adversaries, Images, Language, differences, fit, trainer
 from recording import Rowed
+from two_ranks import on_two_ranks
 
 
 class Peaks(Callback):
@@ -227,19 +226,7 @@ class Sharded(Language):
         fully_shard(self.gpt)
 
 
-def _worker(rank: int, port: int, kind: str, budget: int | None, folder: str) -> None:
-    """One of two ranks, as `torchrun` would start it."""
-    os.environ |= {
-        "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    torch.set_num_threads(1)
+def _train(rank: int, kind: str, budget: int | None, folder: Path) -> None:
     make, strategy = {
         "ddp": (Language, DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)),
         "fsdp2": (Sharded, ModelParallelStrategy(process_group_backend="gloo")),
@@ -255,7 +242,7 @@ def _worker(rank: int, port: int, kind: str, budget: int | None, folder: str) ->
         del ballast
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
     treatments = {name: str(way) for name, way in kept.plan.treatments.items()} if budget else {}
-    torch.save(([weight.detach() for weight in weights], treatments, max(peaks.seen[2:])), f"{folder}/{rank}.pt")
+    torch.save(([weight.detach() for weight in weights], treatments, max(peaks.seen[2:])), folder / f"{rank}.pt")
 
 
 BALLAST = 30_000
@@ -263,10 +250,7 @@ BALLAST = 30_000
 
 def _on_two_ranks(kind: str, budget: int | None, folder: Path) -> list[Any]:
     folder.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_worker, (port, kind, budget, str(folder)), nprocs=2)
+    on_two_ranks(_train, kind, budget, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -1,0 +1,31 @@
+"""A function on two processes, as `torchrun` would start them."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def on_two_ranks(work: Callable[..., None], *args: Any) -> None:
+    """Call `work(rank, *args)` in each of two processes of one node; an error of either is raised here."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_start, (port, work, args), nprocs=2)
+
+
+def _start(rank: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    torch.set_num_threads(1)
+    work(rank, *args)
