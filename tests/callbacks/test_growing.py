@@ -796,7 +796,7 @@ def _worker(rank: int, port: int, whole: int | None, folder: str) -> None:
     with use_reader(Meter(limit=2000 - 400 * rank)) as reader:
         METERS.append(reader)  # type: ignore[arg-type]
         run(
-            module, [tuner, counts], Path(folder) / str(rank), loaders=loader(2000, num_workers=1), devices=2,
+            module, [tuner, counts], Path(folder) / str(rank), loaders=loader(2000), devices=2,
             strategy=DDPStrategy(process_group_backend="gloo"), max_epochs=2,
         )  # fmt: skip
     torch.save((module.seen, tuner.batch_size, counts.steps, module.net.weight.detach()), f"{folder}/{rank}.pt")
