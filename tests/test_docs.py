@@ -89,6 +89,16 @@ def test_the_budgets_figures_are_the_measured_ones() -> None:
     assert f"by {max(ratios) - 1:.0%}".replace("%", " %") in page
 
 
+def test_the_tuners_messages_are_those_it_gives() -> None:
+    """Each message that the page has a cure for is in the code, word for word."""
+    rooms = (DOCS.parent / "lightning_ckpt/callbacks").glob("*.py")
+    code = "".join(re.sub(r'["\']\n\s*f?["\']', "", room.read_text(encoding="utf-8")) for room in rooms)
+    table = (DOCS / "batch-size.md").read_text(encoding="utf-8").split("| it says |")[1]
+    messages = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)
+    assert len(messages) >= 9
+    assert [text for text in messages if text.replace("size of 1 ", "size of {least.size} ") not in code] == []
+
+
 def test_no_page_waits_to_be_written() -> None:
     """No placeholder is left."""
     for page in [*PAGES, DOCS.parent / "README.md"]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+import batch_size
 import memory_budget
 import train_gpt
 import train_vit
@@ -120,6 +121,18 @@ def test_the_unet_keeps_to_every_budget(monkeypatch: pytest.MonkeyPatch, capsys:
     assert all(float(peak) <= float(budget) for budget, peak, _, _ in rows)
     assert int(rows[0][3]) <= int(rows[-1][3]) < 100
     assert "Every budget was kept, and used." in out
+
+
+@pytest.mark.slow
+def test_the_tuner_finds_sizes_for_each_policy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A larger batch fits with checkpointing than without, and beside a planner one between the two or equal."""
+    out = printed_by(batch_size, [], monkeypatch, capsys)
+    sizes = {name: int(size) for name, size in re.findall(r"│ (none|full|auto) +│ (\d+) +│", out)}
+    assert sizes["none"] < sizes["full"]
+    assert 1 <= sizes["auto"] <= 1.1 * sizes["full"]
+    assert "the most samples per second under a memory plan" in " ".join(out.split())
 
 
 def test_the_vit_reads_digits_the_same_with_checkpointing(

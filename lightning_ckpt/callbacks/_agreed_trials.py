@@ -26,6 +26,11 @@ class AgreedTrials:
         self._more = target - self.target  # what this rank may need beyond it
         self.floor = 0
 
+    @property
+    def highest_in(self) -> str:
+        """What of the latest trial took the most memory on this rank, in words."""
+        return self._trials.highest_in
+
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step on every rank, and return what was measured and the seconds it took.
 

@@ -1,6 +1,6 @@
 """Where the batch size of a run lives, and the train loaders that follow it."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -28,6 +28,8 @@ from lightning_ckpt.callbacks._trainer import (
     shares_samples_out,
     train_loaders_handed,
 )
+
+ForTrial = Callable[[Any, int], Any]
 
 
 class _Place:
@@ -59,6 +61,12 @@ class _Place:
 class BatchSize:
     """The batch size of one `fit`: read, changed for a trial, put back, settled.
 
+    Args:
+        trainer: whose loaders they are.
+        pl_module: whose attribute or hyperparameter the size may be.
+        name: of that attribute or hyperparameter.
+        for_trial: makes of a loader one that gives batches of a size, over and over.
+
     Attributes:
         size: the size as the user set it; None where it was left open.
 
@@ -66,8 +74,10 @@ class BatchSize:
         MisconfigurationException: when there is none that could be changed.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
-        self._trainer, self._name = trainer, name
+    def __init__(
+        self, trainer: Trainer, pl_module: LightningModule, name: str, for_trial: ForTrial = for_trial
+    ) -> None:
+        self._trainer, self._name, self._for_trial = trainer, name, for_trial
         self._places = list(places_of(trainer, pl_module, name))
         self._handed = train_loaders_handed(trainer)
         # What trials copy: the loaders handed to `fit`, or those the hook made for the size that was set then.
@@ -124,9 +134,13 @@ class BatchSize:
         if not self._follows:
             return combined(request_train_loaders(self._trainer))
         # Not `combined(changed(...))` of a CombinedLoader that is loaded already: its limits are those of another size.
-        loaders = combined(changed(self._loaders, lambda leaf: for_trial(leaf, size)))
+        loaders = combined(changed(self._loaders, lambda leaf: self._for_trial(leaf, size)))
         loaders.limits = None
         return loaders
+
+    def loaders(self) -> list[Any]:
+        """The loaders that trials copy, one by one."""
+        return leaves(self._loaders)
 
     def put_back(self) -> None:
         """Set the size everywhere as it was found."""

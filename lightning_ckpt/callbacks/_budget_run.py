@@ -30,10 +30,13 @@ class BudgetRun:
         handle: CheckpointedBlocks,
         policy: MemoryBudget,
         known: Mapping[str, Any] | None,
+        *,
+        silent: bool = False,
     ) -> None:
         self._trainer = trainer
         self._handle = handle
         self._known = known
+        self._silent = silent
         self._steps = trainer.global_step
         self._stepped = False
         self._logged: BudgetPlan | None = None
@@ -48,7 +51,7 @@ class BudgetRun:
             device=trainer.strategy.root_device,
             ranks=ranks_of(trainer.world_size),
             known=known,
-            progress=trainer.is_global_zero and len(handle.blocks) >= _MANY_BLOCKS,
+            progress=not silent and trainer.is_global_zero and len(handle.blocks) >= _MANY_BLOCKS,
         )
 
     @property
@@ -70,7 +73,10 @@ class BudgetRun:
         if self._trainer.global_step == self._steps and not self._stepped:
             return  # gradients are gathered over further batches
         self._steps, self._stepped = self._trainer.global_step, False
-        for news in self._loop.end_step():
+        told = self._loop.end_step()
+        if self._silent:
+            return
+        for news in told:
             self._tell(news)
         if self._loop.plan is not self._logged:
             self._logged = self._loop.plan

@@ -24,6 +24,7 @@ from lightning_ckpt.callbacks._trainer_batches import (
     recount_batches,
     take_epoch_for_over,
 )
+from lightning_ckpt.callbacks._trial_report import TrialReport
 from lightning_ckpt.callbacks._trials import USABLE, Trial, floor_of
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
@@ -36,6 +37,10 @@ from lightning_ckpt.sizes import format_size
 
 class Room(Protocol):
     """How much memory a step may need: in bytes, and in words as its string."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes the device or the process can hold."""
 
     @property
     def target(self) -> int:
@@ -355,6 +360,9 @@ class Growing:
             )
         for logger in self._trainer.loggers:
             logger.log_hyperparams({self._name: self.size})
+        if news != "shrunk":
+            title = f"Batch size: {self.size}, the largest measured within {self._room}"
+            TrialReport(self._trials, self._room.limit, title).log(self._trainer, self.size)
 
     def _samples_of_a_step(self) -> int:
         return self.size * self._trainer.accumulate_grad_batches * _trainer.data_ranks(self._trainer)

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_ckpt import _compat
-from lightning_ckpt.callbacks._loaders import copy_with
+from lightning_ckpt.callbacks._loaders import as_it_is, copy_with
 
 
 def growing(loader: Any, size: int) -> Any:
@@ -230,7 +230,7 @@ class _Stream:
 
     def __init__(self, loader: "DataLoader[Any]", size: int) -> None:
         single = {"batch_size": None, "batch_sampler": None, "drop_last": False, "pin_memory": False}
-        self.loader = copy_with(loader, collate_fn=_as_it_is, in_order=True, **single)
+        self.loader = copy_with(loader, collate_fn=as_it_is, in_order=True, **single)
         self.size, self.total, self.drops_last = size, _length(loader.dataset), loader.drop_last
         self._collate, self._pins = loader.collate_fn, loader.pin_memory
         self.iterator: Any = None
@@ -284,7 +284,3 @@ def _length(samples: Any) -> int | None:
         return len(samples)
     except (TypeError, NotImplementedError):  # no length, or one that its class leaves open
         return None
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample

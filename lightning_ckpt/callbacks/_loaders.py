@@ -60,10 +60,22 @@ def for_trial(loader: Any, size: int) -> Any:
     """
     if batch_size_of(loader) is None:
         return loader
-    one = {"num_workers": min(loader.num_workers, 1), "persistent_workers": False}
     if isinstance(loader.dataset, IterableDataset):
-        return copy_with(resized(loader, size), **one)
-    return copy_with(loader, batch_sampler=_batches(loader, size), **one)
+        return streaming(loader, batch_size=size)
+    return serving(loader, checked_batches(loader, size))
+
+
+def serving(loader: Any, batches: Iterable[list[Any]]) -> Any:
+    """A copy that gives the batches of these indices, over and over."""
+    return copy_with(loader, batch_sampler=list(islice(cycle(batches), MOST_BATCHES)), **_few_workers(loader))
+
+
+def streaming(loader: Any, *, batch_size: int | None, dataset: Any = None) -> Any:
+    """A copy for a stream from its front, or for another one: in batches, or for None its samples one by one."""
+    changed_too = _few_workers(loader) if dataset is None else {"dataset": dataset, "num_workers": 0, "timeout": 0}
+    if batch_size is not None:
+        return copy_with(resized(loader, batch_size), **changed_too)
+    return copy_with(loader, batch_size=None, batch_sampler=None, collate_fn=as_it_is, **changed_too)
 
 
 def most_samples(loaders: Any, sharing: Callable[[Any], int]) -> int | None:
@@ -101,8 +113,12 @@ def drawn_from(loaders: Any) -> Iterable[object]:
         yield from (sampler, getattr(sampler, "sampler", None))
 
 
-def _batches(loader: Any, size: int) -> list[list[Any]]:
-    """Lists of indices as the loader's own sampler gives them; two different ones, in turn."""
+def checked_batches(loader: Any, size: int) -> list[list[Any]]:
+    """Two lists of indices as the loader's own sampler gives them.
+
+    Raises:
+        ValueError: when the batch sampler does not follow its own size.
+    """
     if loader.batch_size is None:
         drawn = list(islice(resized(loader, size).batch_sampler, 2))
         if drawn and len(drawn[0]) != size:
@@ -113,7 +129,16 @@ def _batches(loader: Any, size: int) -> list[list[Any]]:
     else:
         samples = list(islice(loader.sampler, 2 * size))
         drawn = [list(islice(cycle(samples), start, start + size)) for start in (0, size)] if samples else []
-    return list(islice(cycle(drawn), MOST_BATCHES))
+    return drawn
+
+
+def _few_workers(loader: Any) -> dict[str, Any]:
+    return {"num_workers": min(loader.num_workers, 1), "persistent_workers": False}
+
+
+def as_it_is(sample: Any) -> Any:
+    """Collate nothing."""
+    return sample
 
 
 def _samples(loader: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""What a run's page shows beside its curves: where it ran, its blocks, and the trials of its batch size."""
+"""What a run's page shows beside its curves: where it ran, and its blocks."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,9 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._trainer import callbacks_of
-from lightning_ckpt.callbacks._trials import Trial
 from lightning_ckpt.memory import GIB
 from lightning_ckpt.treatments import Treatment
 
-_TRIALS = ("batch_size", "peak_gib", "seconds", "outcome")
 _BLOCKS = ("block", "class", "parameters", "treatment", "let_go_gib", "kept_plain_gib", "boundary_gib", "replay_ms")
 
 
@@ -49,7 +47,7 @@ class RunTables:
     """Writes the environment to every logger, and tables to those of W&B, which alone show them; on rank zero.
 
     Args:
-        trainer: whose loggers, plan and trials they are.
+        trainer: whose loggers and plan they are.
         pl_module: whose blocks.
         replays: what they let go.
     """
@@ -64,10 +62,6 @@ class RunTables:
         """Write what is known before the first step."""
         for logger in self._trainer.loggers if self._trainer.is_global_zero else []:
             logger.log_hyperparams({"environment": environment(self._trainer, limit)})
-        trials = _found(self._trainer, "trials", list)
-        if trials and all(isinstance(trial, Trial) for trial in trials):
-            rows = [[trial.size, trial.peak / GIB, trial.seconds, trial.outcome] for trial in trials]
-            self._write("batch_size/trials", _TRIALS, rows)
 
     def end_step(self) -> None:
         """Write the blocks, once they are measured, and again when another plan of what is replayed stands."""

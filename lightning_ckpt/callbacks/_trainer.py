@@ -288,6 +288,7 @@ def _fresh_loop(trainer: Trainer) -> _FitLoop:
     loop = _FitLoop(trainer, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
     loop.epoch_loop = _TrainingEpochLoop(trainer, min_steps=old.min_steps, max_steps=old.max_steps)
     loop._data_source = old._data_source
+    loop.epoch_loop.val_loop._data_source = old.epoch_loop.val_loop._data_source
     return loop
 
 
@@ -328,6 +329,47 @@ def optimizer_steps(trainer: Trainer, loaders: CombinedLoader, *, most_batches: 
         yield step
     finally:
         fetcher.teardown()
+
+
+def validation_loaders_handed(trainer: Trainer) -> Any:
+    """The validation loaders given to `fit`; None where a module or datamodule makes them, or there are none."""
+    source = trainer.fit_loop.epoch_loop.val_loop._data_source
+    return None if source.is_module() else source.instance
+
+
+def hand_validation_loaders(trainer: Trainer, loaders: Any) -> None:
+    """Let this `fit` validate on `loaders`, as if they had been given to it."""
+    trainer.fit_loop.epoch_loop.val_loop._data_source.instance = loaders
+
+
+def request_validation_loaders(trainer: Trainer) -> Any:
+    """What the `val_dataloader` hook returns, asked for the way `fit` does."""
+    return _request_dataloader(trainer.fit_loop.epoch_loop.val_loop._data_source)
+
+
+def validate_one_batch(trainer: Trainer, loaders: CombinedLoader) -> None:
+    """Validate one batch of each loader through Lightning's own loop, inside `unseen`.
+
+    Gradients are dropped before, as they are in training. The hooks are those of a sanity check, which a module can
+    tell by `trainer.sanity_checking`, up to the batch: at the end of an epoch metrics would wait for other ranks.
+    """
+    loop, stage, steps = trainer.fit_loop.epoch_loop.val_loop, trainer.state.stage, trainer.num_sanity_val_steps
+    loop._combined_loader, loop._max_batches = loaders, [1] * len(loaders.flattened)
+    loop._last_val_dl_reload_epoch = trainer.current_epoch  # or it would ask for loaders of its own
+    loop.on_run_end = list  # type: ignore[method-assign]
+    loop._store_dataloader_outputs = _nothing  # type: ignore[method-assign]
+    try:
+        trainer.sanity_checking, trainer.num_sanity_val_steps = True, 1
+        trainer.lightning_module.on_validation_model_zero_grad()
+        loop.run()
+        loop._on_evaluation_model_train()
+    finally:
+        loop.teardown()
+        trainer.state.stage, trainer.num_sanity_val_steps = stage, steps
+
+
+def _nothing() -> None:
+    """Stand in for a step that is left out."""
 
 
 def scaler_of(trainer: Trainer) -> Any:

@@ -1,8 +1,9 @@
 """Training steps taken to measure their memory, of which nothing remains."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from types import TracebackType
 from typing import Literal
 
@@ -11,6 +12,7 @@ from lightning.pytorch import Trainer
 from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
 from lightning_ckpt.callbacks._trainer import (
     by_itself,
@@ -20,6 +22,7 @@ from lightning_ckpt.callbacks._trainer import (
     scaler_of,
     steps_alone,
     unseen,
+    validate_one_batch,
 )
 from lightning_ckpt.held import bytes_held, tensors_of
 from lightning_ckpt.memory import HostReader, reader_for, release_unused
@@ -32,7 +35,7 @@ _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
 USABLE = 0.96
 
-Outcome = Literal["fits", "too large", "out of memory"]
+Outcome = Literal["fits", "too large", "out of memory", "planned"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Trial:
     Attributes:
         size: samples in the batch.
         peak: highest memory of the step in bytes; where memory ran out, what it had reached.
-        seconds: time of the measured step; where memory ran out, until it did.
-        outcome: whether the step was within the target, above it, or ran out of memory.
+        seconds: time of the measured step, the fastest where several were; where memory ran out, until it did.
+        outcome: whether the step was within the target, above it, ran out of memory, or ran under a memory plan.
     """
 
     size: int
@@ -51,19 +54,35 @@ class Trial:
     seconds: float
     outcome: Outcome
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples a second of this process; 0 where memory ran out."""
+        return 0.0 if self.outcome == "out of memory" else self.size / self.seconds
+
 
 class Trials:
     """While entered, steps can be tried; on leaving, all is as it was before.
+
+    Args:
+        trainer: whose steps they are.
+        place: where the batch size lives.
+        evaluation: gives a validation batch for each trial; None for none.
+        timed_steps: steps to time, of which the fastest counts.
 
     Attributes:
         copies: bytes of the copies that the readings of this reader would count; readings are given without them.
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
+        highest_in: what of the latest trial took the most memory, in words.
         alone: whether no other rank is waited for within a step.
     """
 
-    def __init__(self, trainer: Trainer, place: BatchSize) -> None:
+    def __init__(
+        self, trainer: Trainer, place: BatchSize, evaluation: Evaluation | None = None, timed_steps: int = 1
+    ) -> None:
         self._trainer, self._place = trainer, place
+        self._evaluation, self._timed_steps = evaluation, timed_steps
+        self.highest_in = "step"
         self._device = trainer.strategy.root_device
         self._reader = reader_for(self._device)
         self._warm = False
@@ -96,22 +115,22 @@ class Trials:
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
 
+        Further ones where several are timed, and a validation batch where one is wanted.
+
         Returns:
             What was measured, and the seconds it took.
 
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        release_unused(self._device)
-        self._reader.reset_peak()
-        started = time.perf_counter()
+        started, self.highest_in = perf_counter(), "step"
         try:
             seconds, failed = self._step(size), False
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             release(error)
-            seconds, failed = time.perf_counter() - started, True
+            seconds, failed = perf_counter() - started, True
         measurement = Measurement(size, self._peak(), failed)
         if failed:  # cleaned up here, where the exception is gone and with it what it held
             self._put_back()
@@ -119,21 +138,41 @@ class Trials:
             release_unused(self._device)
         return measurement, seconds
 
-    def _step(self, size: int) -> float:
+    @contextmanager
+    def steps(self, size: int) -> Iterator[Callable[[], None]]:
+        """Yield a function that takes one optimizer step with batches of this size."""
+        release_unused(self._device)
         with unseen(self._trainer), by_itself(self._trainer):
             loaders = self._place.trial_loaders(size)
             with optimizer_steps(self._trainer, loaders, most_batches=MOST_BATCHES) as step:
-                if not self._warm:
-                    step()
-                    self._learn_floor()
-                self._reader.reset_peak()
-                started = time.perf_counter()
+                yield step
+
+    def timed(self, step: Callable[[], None]) -> float:
+        """Take a step, and return the seconds until the device has done it."""
+        started = perf_counter()
+        step()
+        _wait_for(self._device)
+        return perf_counter() - started
+
+    def _step(self, size: int) -> float:
+        with self.steps(size) as step:
+            self._reader.reset_peak()
+            if not self._warm:
                 step()
-                _wait_for(self._device)
-                seconds = time.perf_counter() - started
-                self._settle_heap(step)
-                self._warm = True
-                return seconds
+                self._learn_floor()
+            self._reader.reset_peak()
+            seconds = min(self.timed(step) for _ in range(self._timed_steps))
+            self._settle_heap(step)
+            self._warm = True
+            self._evaluate(size)
+            return seconds
+
+    def _evaluate(self, size: int) -> None:
+        loaders = self._evaluation.trial_loaders(size) if self._evaluation else None
+        if loaders is not None:
+            before, self.highest_in = self._peak(), "validation batch"  # until it has shown not to be
+            validate_one_batch(self._trainer, loaders)
+            self.highest_in = "validation batch" if self._peak() > before else "step"
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.
@@ -161,6 +200,8 @@ class Trials:
         return max(self._reader.peak() - self.copies, 0)
 
     def _put_back(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.put_back()
         if self._drawn is not None:
             self._drawn.restore()
         self._state.restore()

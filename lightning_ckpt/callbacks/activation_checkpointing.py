@@ -124,13 +124,27 @@ class ActivationCheckpointing(Callback):
         if is_compiled_whole(pl_module) or all_compiled(pl_module, self._handle.blocks):
             self._handle.remove()  # what is compiled chooses by itself
             self._compiled_run = CompiledRun(trainer, pl_module, policy)
-        elif self._to_check == 0 or self.determinism_check != "values":
+        elif not self._checks_values:
             self._plan(trainer, pl_module, policy)
+
+    @property
+    def _checks_values(self) -> bool:
+        """Whether batches are to be checked first, which takes memory that a plan must not count."""
+        return self.determinism_check == "values" and self._to_check > 0
 
     def _plan(self, trainer: Trainer, pl_module: LightningModule, policy: MemoryBudget) -> None:
         assert self._handle is not None
         known, self._known = self._known, None
         self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, known)
+
+    def to_plan(self, pl_module: LightningModule) -> tuple[CheckpointedBlocks, MemoryBudget] | None:
+        """Return the blocks a memory plan is to be made for, with their budget; None where none is to be made."""
+        policy = resolve_policy(self.policy)
+        if self._handle is None or not isinstance(policy, MemoryBudget) or self._checks_values:
+            return None
+        if is_compiled_whole(pl_module) or all_compiled(pl_module, self._handle.blocks):
+            return None
+        return self._handle, policy
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._budget_run:

@@ -1,5 +1,6 @@
 """The largest batch size that fits, found before the first step, as a Lightning callback."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -8,13 +9,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
-from rich.table import Table
 from torch.nn.parameter import is_lazy
 
 from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
+from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._growing import Growing
+from lightning_ckpt.callbacks._pair import Pair
+from lightning_ckpt.callbacks._plateau import TIMED_STEPS, fastest, has_levelled_off, reach
+from lightning_ckpt.callbacks._probe import Probing
 from lightning_ckpt.callbacks._trainer import (
     OptimizerSetup,
     callbacks_of,
@@ -23,6 +27,7 @@ from lightning_ckpt.callbacks._trainer import (
     set_callbacks,
     wrap_anew,
 )
+from lightning_ckpt.callbacks._trial_report import SearchLine, TrialReport
 from lightning_ckpt.callbacks._trials import Outcome, Trial, Trials
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import reader_for
@@ -64,7 +69,9 @@ class BatchSizeTuner(Callback):
     called once more, so that rates and schedules planned from the size or the number of batches see the new one.
 
     The trials run in `on_fit_start`, before the module's own `on_fit_start` and `on_train_start`; of the module's hooks
-    only those of a batch are called. `ActivationCheckpointing` is put before this callback. Validation is not tried.
+    only those of a batch are called. `ActivationCheckpointing` is put before this callback. The trials are printed as
+    a table, and logged as a table of W&B; `batch_size/per_device` and `batch_size/global` are logged once, unless a
+    `StepMonitor` logs them with each step.
 
     Of several processes all take one size, the largest that fits on each of them. Under DDP a trial waits for no other
     rank, so one that runs out of memory is a bound like any other; with `gradient_as_bucket_view=True` gradients count
@@ -88,7 +95,8 @@ class BatchSizeTuner(Callback):
 
     Args:
         mode: `"search"`: settle the size before the first step; `"grow"`: while training. `"grow"` works in several
-            processes, and refuses custom batch samplers and `ActivationCheckpointing("auto")`.
+            processes and whatever size the loaders have; it refuses custom batch samplers, `probe`, `stop_at_plateau`,
+            `evaluation`, and `ActivationCheckpointing("auto")` beside it.
         headroom: share of the memory limit to leave free, 0 to 1. On the host 4 % of the rest are left too: its heap
             fragments, and a resident size is not exact.
         batch_arg_name: name of the attribute or hyperparameter that holds the batch size.
@@ -103,10 +111,20 @@ class BatchSizeTuner(Callback):
         global_batch_size: samples of an optimizer step, over all processes and micro-batches, to be kept whatever the
             batch size: sizes tried divide it, and `accumulate_grad_batches` follows. `None` lets the step grow with the
             batch, which one line in the log says.
+        probe: `"first"`: trials take the samples that come first, and a warning says so where samples differ in size.
+            `"longest"`: they take the largest there are, so that a later batch of long ones fits too. The train data
+            are read for it once: all of up to 65536 samples, as many evenly spaced ones of more, for 10 seconds at
+            most; of a stream as many from its front.
+        stop_at_plateau: share by which samples per second must grow from one size that fits to the next larger one for
+            the search to go on, such as 0.05; below that, the size with the most is settled. A size is then at most
+            four times the one before, and the fastest of three steps counts. `None` for the largest size that fits.
+        evaluation: let each trial run a validation batch of its size too, with the higher peak counting, and give the
+            settled size to validation loaders handed to `fit`. A `val_dataloader` hook is called for each trial, and
+            follows the size if it uses it. `False` leaves validation as it is, and untried.
 
     Attributes:
         batch_size: the settled size; `None` before. While growing, the size of the next step.
-        trials: every trial, in order: size, peak in bytes, seconds of the step, outcome.
+        trials: every trial, in order: size, peak in bytes, seconds of the step, outcome, samples per second.
 
     Raises:
         ValueError: an argument is out of range.
@@ -133,6 +151,9 @@ class BatchSizeTuner(Callback):
         memory_limit: int | str | None = None,
         max_trials: int = 8,
         global_batch_size: int | None = None,
+        probe: Literal["first", "longest"] = "first",
+        stop_at_plateau: float | None = None,
+        evaluation: bool = False,
     ) -> None:
         if mode not in ("search", "grow"):
             raise ValueError(f'mode={mode!r}: accepted are "search" and "grow"')
@@ -155,8 +176,19 @@ class BatchSizeTuner(Callback):
         self.max_trials = max_trials
         self.global_batch_size = global_batch_size
         self._global_batch: GlobalBatch | None = None
+        _check_probe(probe)
+        _check_growth(stop_at_plateau)
+        _check_switch("evaluation", evaluation)
+        if mode == "grow" and (probe != "first" or stop_at_plateau is not None or evaluation):
+            raise ValueError(
+                'mode="grow" takes the steps of training as they come: leave probe, stop_at_plateau and evaluation '
+                'out, or use mode="search"'
+            )
+        self.probe, self.stop_at_plateau, self.evaluation = probe, stop_at_plateau, evaluation
+        self._paired = False
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
+        self._found: TrialReport | None = None
         self._optimizer_setup: OptimizerSetup | None = None
         self._growing: Growing | None = None
         self._grown: dict[str, Any] = {}
@@ -169,6 +201,8 @@ class BatchSizeTuner(Callback):
         if self.batch_size is None:
             return {}
         state = {"batch_size": self.batch_size, "trials": [asdict(trial) for trial in self.trials]}
+        if self.mode == "search":
+            return state
         grown = self._growing.state() if self._growing else self._grown
         return state | {"batch_size": grown["size"], "grown": grown} if grown else state
 
@@ -177,7 +211,8 @@ class BatchSizeTuner(Callback):
             return  # a strategy that loads late: this fit has settled its size already
         self.batch_size = state_dict["batch_size"]
         self.trials[:] = [Trial(**trial) for trial in state_dict["trials"]]
-        self._grown = state_dict.get("grown") or {"size": self.batch_size, "settled": True, "loaders": [], "since": 0}
+        settled: dict[str, Any] = {"size": self.batch_size, "settled": True, "loaders": [], "since": 0}
+        self._grown = state_dict.get("grown") or settled
         if self._growing:
             self._growing.resume(self._grown)
         elif self.mode == "search" and not self._grown["settled"]:
@@ -214,23 +249,33 @@ class BatchSizeTuner(Callback):
                 "BatchSizeTuner can't put back parameters that are made on the first batch: run one batch through the "
                 "module before `fit`, so that its lazy layers know their shapes"
             )
-        place = BatchSize(trainer, pl_module, self.batch_arg_name)
+        probing, before = Probing(self.probe), len(self.trials)
+        place = BatchSize(trainer, pl_module, self.batch_arg_name, probing.for_trial)
+        evaluation = Evaluation(trainer, probing.for_trial) if self.evaluation and trainer.enable_validation else None
+        timed_steps = 1 if self.stop_at_plateau is None else TIMED_STEPS
         ranks = ranks_of(trainer.world_size)
         if self._global_batch:
             self._global_batch.accumulate_for_trials()
-        with Trials(trainer, place) as trials:
+        with SearchLine(trainer) as line, Trials(trainer, place, evaluation, timed_steps) as trials:
+            line.say("Looking at the data")
             trials.prepare(self._first(self._search(0, None)))
+            probing.look(place)
             room = min(ranks.gather(self._room(trainer, trials)), key=lambda room: room.target)
             agreed = AgreedTrials(trials, ranks, self._room(trainer, trials).target)
-            size = self._settle(room, place, agreed, ranks)
+            size = self._settle(room, place, agreed, ranks, line)
+            self._paired = False
+            if size != self.batch_size:
+                size = self._with_a_plan(trainer, pl_module, place, trials, room, size)
         wrap_anew(trainer)
         if self._global_batch:
             self._global_batch.accumulate(size)
         if place.settle(size) or self._global_batch:
             setup.again(trainer)
+        if evaluation is not None:
+            evaluation.settle(size)
         self.batch_size = size
         self._forget_setup()
-        self._report(trainer, room, place.size)
+        self._report(trainer, room, place.size, self.trials[before:])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._growing:
@@ -240,6 +285,9 @@ class BatchSizeTuner(Callback):
         if self.batch_size is not None:
             for logger in trainer.loggers:
                 logger.log_hyperparams({self.batch_arg_name: self.batch_size})
+            if self._found is not None:
+                self._found.log(trainer, self.batch_size)
+        self._found = None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._growing:
@@ -332,7 +380,7 @@ class BatchSizeTuner(Callback):
         """The size a fit before or a checkpoint has settled, or else the search's first."""
         return search.nearest(self.batch_size or search.init_val or 2 * search.multiple_of)
 
-    def _settle(self, room: _Room, place: BatchSize, trials: AgreedTrials, ranks: Ranks) -> int:
+    def _settle(self, room: _Room, place: BatchSize, trials: AgreedTrials, ranks: Ranks, line: SearchLine) -> int:
         """Try sizes until the search is over, or until the size that was settled before has shown to fit."""
         measured: list[Measurement] = []
         known = [samples for samples in ranks.gather(place.most_samples) if samples is not None]
@@ -345,14 +393,64 @@ class BatchSizeTuner(Callback):
                 size = search.nearest(size)
                 if size in [m.size for m in measured]:
                     break
+            line.trying(size, self._latest(measured), search.max_trials)
             measured.append(self._try(search, trials, size))
             if size == self.batch_size and search.fits(measured[0]):
                 return size
-            size = search.propose(measured, floor=trials.floor)
+            if self._is_at_plateau(self._latest(measured)):
+                return fastest(self._latest(measured))
+            size = self._within_reach(search.propose(measured, floor=trials.floor), search, measured)
         try:
             return search.settled(measured)
         except NothingFits:
-            raise NothingFits(_why(min(measured, key=lambda m: m.size), search, room)) from None
+            least = min(measured, key=lambda m: m.size)
+            raise NothingFits(_why(least, search, room, trials.highest_in)) from None
+
+    def _latest(self, measured: Sequence[Measurement]) -> list[Trial]:
+        """The trials of the search that goes on."""
+        return self.trials[len(self.trials) - len(measured) :]
+
+    def _is_at_plateau(self, tried: Sequence[Trial]) -> bool:
+        return self.stop_at_plateau is not None and has_levelled_off(tried, self.stop_at_plateau)
+
+    def _within_reach(self, size: int | None, search: Search, measured: Sequence[Measurement]) -> int | None:
+        """The proposed size, or a smaller one that does not pass over a plateau."""
+        if size is None or self.stop_at_plateau is None:
+            return size
+        smaller = search.nearest(min(size, reach(self._latest(measured))))
+        return size if smaller in [m.size for m in measured] else smaller
+
+    def _with_a_plan(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        place: BatchSize,
+        trials: Trials,
+        room: _Room,
+        largest: int,
+    ) -> int:
+        """Beside a planner: the size that is fastest under its own plan, which training then starts with."""
+        for planner in callbacks_of(trainer):
+            to_plan = planner.to_plan(pl_module) if isinstance(planner, ActivationCheckpointing) else None
+            if to_plan is None:
+                continue
+            if trainer.world_size > 1:
+                rank_zero_info(
+                    "BatchSizeTuner: size and memory plan are chosen together in a single process only. Of these "
+                    f"{trainer.world_size} each takes the largest size that fits with everything checkpointed"
+                )
+                return largest
+            handle, policy = to_plan
+            budget = min(room.target, policy.nbytes(room.limit))
+            pair = Pair(trainer, pl_module, trials, handle, budget)
+            tried = pair.try_sizes(self._search(room.target, place.most_samples), largest)
+            if tried:
+                best = max(tried, key=lambda paired: paired.rate)
+                self.trials += [paired.trial for paired in tried]
+                planner.load_state_dict({"plan": best.plan.to_json()})
+                self._paired = True
+                return best.trial.size
+        return largest
 
     def _try(self, search: Search, trials: AgreedTrials, size: int) -> Measurement:
         measurement, seconds = trials.run(size)
@@ -361,13 +459,14 @@ class BatchSizeTuner(Callback):
         return measurement
 
     @rank_zero_only
-    def _report(self, trainer: Trainer, room: _Room, before: int | None) -> None:
-        title = f"Batch size: {self.batch_size}, the largest measured within {room}"
-        table = Table("Batch size", "Peak", "Of the limit", "Step", "Outcome", title=title)
-        for trial in self.trials:
-            share = f"{trial.peak / room.limit:.1%}"
-            table.add_row(f"{trial.size}", format_size(trial.peak), share, f"{trial.seconds:.3g} s", trial.outcome)
-        Console().print(table)
+    def _report(self, trainer: Trainer, room: _Room, before: int | None, tried: Sequence[Trial]) -> None:
+        if self._paired:
+            what = "the most samples per second under a memory plan"
+        else:
+            fastest_so_far = self._is_at_plateau(tried)
+            what = "the most samples per second of those measured" if fastest_so_far else "the largest measured"
+        self._found = TrialReport(tried, room.limit, f"Batch size: {self.batch_size}, {what} within {room}")
+        Console().print(self._found.table())
         if self._global_batch:
             rank_zero_info(
                 f"BatchSizeTuner: an optimizer step takes {self.global_batch_size} samples, as asked: "
@@ -388,20 +487,39 @@ def _outcome(search: Search, measurement: Measurement) -> Outcome:
     return "fits" if search.fits(measurement) else "too large"
 
 
-def _why(least: Measurement, search: Search, room: _Room) -> str:
+def _why(least: Measurement, search: Search, room: _Room, highest_in: str) -> str:
     """What to tell a person when no size fits."""
     reached = "ran out of memory after reaching" if least.out_of_memory else "has a measured peak of"
     untried = f"; smaller sizes, down to {search.smallest}, are untried: raise max_trials or lower init_val"
     return (
-        f"BatchSizeTuner: not even a batch size of {least.size} fits: its step {reached} {format_size(least.peak)}, "
-        f"and it may use {room}{untried if least.size > search.smallest else ''}. Checkpoint more of the model, lower "
-        "headroom, raise memory_limit, or use a smaller model"
+        f"BatchSizeTuner: not even a batch size of {least.size} fits: its {highest_in} {reached} "
+        f"{format_size(least.peak)}, and it may use {room}{untried if least.size > search.smallest else ''}. "
+        "Checkpoint more of the model, lower headroom, raise memory_limit, or use a smaller model"
     )
 
 
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def _check_probe(probe: object) -> None:
+    if probe not in ("first", "longest"):
+        raise ValueError(f'probe={probe!r}: accepted are "first" and "longest"')
+
+
+def _check_growth(stop_at_plateau: object) -> None:
+    number = isinstance(stop_at_plateau, int | float) and not isinstance(stop_at_plateau, bool)
+    if stop_at_plateau is not None and not (number and 0 <= stop_at_plateau < 1):  # type: ignore[operator]
+        raise ValueError(
+            f"stop_at_plateau={stop_at_plateau!r}: give the share by which samples per second must grow, at least 0 "
+            "and below 1, such as 0.05, or None"
+        )
+
+
+def _check_switch(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: accepted are True and False")
 
 
 def _check_range(min_val: int, max_val: int | None, init_val: int | None, multiple_of: int) -> None:

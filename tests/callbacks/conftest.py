@@ -1,5 +1,8 @@
 """Time that tests of the callbacks hold in their hands."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from lightning_ckpt.callbacks import _clock
@@ -12,3 +15,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(_clock, "perf_counter", clock)
     return clock
+
+
+@pytest.fixture(scope="module")
+def quick_collection() -> Iterator[None]:
+    """Trials collect garbage, and going through all of Lightning each time would take most of a file's time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import socket
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -771,6 +772,36 @@ def test_a_global_batch_in_manual_optimization_is_refused(meter: Meter, tmp_path
     module.automatic_optimization = False
     with pytest.raises(MisconfigurationException, match="does not use in manual optimization: leave global_batch_size"):
         run(module, [BatchSizeTuner(mode="grow", global_batch_size=8)], tmp_path, loaders=loader())
+
+
+@pytest.mark.parametrize("option", [{"probe": "longest"}, {"stop_at_plateau": 0.1}, {"evaluation": True}], ids=str)
+def test_what_only_a_search_can_do_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="leave probe, stop_at_plateau and evaluation out, or use"):
+        BatchSizeTuner(mode="grow", **option)
+
+
+def test_the_two_modes_take_each_others_settled_size(meter: Meter, tmp_path: Path) -> None:
+    """A search's size is not grown again; a size that was still growing is not taken for a search's."""
+    run(Net(), [BatchSizeTuner(), Save(tmp_path / "a.ckpt", 2)], tmp_path / "a", loaders=loader())
+    module, tuner = Net(), BatchSizeTuner(mode="grow")
+    run(module, [tuner], tmp_path / "b", loaders=loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert set(module.sizes) == {40}
+    for batches, tried in ((9, [2, 4, 40, 40]), (3, [2, 2, 4, 40])):
+        file, searching = tmp_path / f"{batches}.ckpt", BatchSizeTuner()
+        folder = tmp_path / str(batches)
+        run(Net(), [BatchSizeTuner(mode="grow"), Save(file, batches)], folder / "a", loaders=loader())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+            run(Net(), [searching], folder / "b", loaders=loader(), ckpt_path=file)
+        assert searching.batch_size == 40
+        assert [trial.size for trial in searching.trials] == tried
+
+
+def test_the_settled_size_is_logged_in_one_row(meter: Meter, tmp_path: Path) -> None:
+    """As after a search: per device and of an optimizer step, where no monitor logs them in each row."""
+    run(Net(), [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(), accumulate_grad_batches=2)
+    [row] = rows(tmp_path, "batch_size/per_device")
+    assert (row["step"], row["batch_size/per_device"], row["batch_size/global"]) == ("5", "40.0", "80.0")
 
 
 def test_a_global_batch_of_no_size_is_refused() -> None:
