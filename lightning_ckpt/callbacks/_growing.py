@@ -155,8 +155,8 @@ class Growing:
         self._room, self._ranks = room, ranks_of(self._trainer.world_size)
         # Ranks with less room than others are compared by what they lack.
         target = self._ranks.most(room.target)
-        samples = samples_to_grow_into(leaves)
-        looked_for = search(target, samples)
+        samples = [count for count in self._ranks.gather(samples_to_grow_into(leaves)) if count is not None]
+        looked_for = search(target, min(samples, default=None))
         size = looked_for.nearest(self.size)
         self._growth = Growth(
             looked_for,
@@ -284,7 +284,7 @@ class Growing:
         assert self._growth is not None
         self._steps += 1
         growth, before = self._growth, self._growth.size
-        if not growth.settled and not growth.measured:
+        if self._steps == 1 or not (growth.settled or growth.measured):
             self._learn_floor()
         peak = self._ranks.most(self._step.peak - self._room.target) + growth.target
         full = growth.settled or not self._ranks.most(int(not self._shows_all()))
@@ -360,7 +360,7 @@ class Growing:
             )
         for logger in self._trainer.loggers:
             logger.log_hyperparams({self._name: self.size})
-        if news != "shrunk":
+        if news in ("settled", "nothing fits"):
             title = f"Batch size: {self.size}, the largest measured within {self._room}"
             TrialReport(self._trials, self._room.limit, title).log(self._trainer, self.size)
 

@@ -281,6 +281,8 @@ class BatchSizeTuner(Callback):
         if self._growing:
             self._growing.start(self._room(trainer, self._growing), self._search)
             self.batch_size = self._growing.size
+            if not self._growing.settled:
+                return
         # Not earlier: Lightning logs the hyperparameters' initial values right after `on_fit_start`.
         if self.batch_size is not None:
             for logger in trainer.loggers:

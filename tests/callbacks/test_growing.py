@@ -347,6 +347,15 @@ def test_a_later_peak_into_the_headroom_shrinks_the_very_next_batch(
     ]
 
 
+def test_a_resumed_run_shrinks_by_as_much_at_once(meter: Meter, tmp_path: Path) -> None:
+    """It has grown through no sizes, and knows all the same what is there without a batch."""
+    file, module = tmp_path / "file.ckpt", Net()
+    run(Net(), [BatchSizeTuner(mode="grow"), Save(file, 14, "on_train_epoch_end")], tmp_path / "a", loaders=loader())
+    meter.curve = lambda size: 1000 + 32 * size
+    run(module, [BatchSizeTuner(mode="grow")], tmp_path / "b", loaders=loader(), ckpt_path=file)
+    assert module.sizes[:3] == [40, 25, 25]
+
+
 def test_what_can_not_shrink_is_said_once(meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     meter.curve = lambda size: 1900
     module, tuner = Net(), BatchSizeTuner(mode="grow")
