@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -190,6 +191,13 @@ def flat(batches: Sequence[Sequence[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(batches))
 
 
+class OfUnknownLength:
+    """A sampler that does not tell how many samples it draws."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
 LOADERS: dict[str, Callable[[int], Any]] = {
     "in order": lambda workers: loader(shuffle=False, num_workers=workers),
     "shuffled": lambda workers: loader(num_workers=workers),
@@ -200,6 +208,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     "batch sampler": lambda workers: DataLoader(
         Rows(), num_workers=workers, batch_sampler=BatchSampler(RandomSampler(range(SAMPLES)), 8, False)
     ),
+    "sampler without a length": lambda workers: loader(shuffle=False, sampler=OfUnknownLength(), num_workers=workers),
     "stream": lambda workers: DataLoader(Stream(), batch_size=8, num_workers=workers),
     "stream with a length": lambda workers: DataLoader(LongStream(), batch_size=8, num_workers=workers),
     "persistent stream": lambda workers: DataLoader(
@@ -221,9 +230,8 @@ def test_every_sample_of_an_epoch_is_seen_once_while_batches_grow(
         assert sorted(flat(module.of_epoch(epoch))) == list(range(SAMPLES))
     first = len(module.of_epoch(0))
     assert [at for at, last in enumerate(module.last) if last] == [first - 1, len(module.seen) - 1]
-    # Of a stream of unknown length one batch is drawn ahead, so that each new size comes one batch later.
-    ahead = isinstance(make(0).dataset, Stream) and not isinstance(make(0).dataset, LongStream)
-    growing = [2, 2, 2, 4, 4, 4, 40] if ahead else [2, 2, 4, 4, 40, 40]
+    # Where the length is unknown one batch is drawn ahead, so that each new size comes one batch later.
+    growing = [2, 2, 4, 4, 40, 40] if sized_len(make(0)) else [2, 2, 2, 4, 4, 4, 40]
     assert module.sizes[: len(growing)] == growing
     assert set(module.sizes[len(growing) : first - 1]) == {40}
     assert set(module.sizes[first:]) == {40}
@@ -552,6 +560,23 @@ def test_a_run_resumed_within_an_epoch_goes_on_with_what_was_not_seen(
     assert tuner.batch_size == 40
     assert trainer.current_epoch == 2
     assert trainer.global_step == every + len(second.seen)
+
+
+def test_a_batch_that_failed_is_seen_by_the_resumed_run(meter: Meter, tmp_path: Path) -> None:
+    """The checkpoint of an exception counts what training was done with."""
+
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(self.seen) == 9:
+                raise ValueError("mine")
+            return super().training_step(batch, batch_idx)
+
+    file, first, second = tmp_path / "file.ckpt", Fails(), Net()
+    saving = [BatchSizeTuner(mode="grow"), Save(file, 10, "on_exception")]
+    with pytest.raises(ValueError, match="mine"):
+        run(first, saving, tmp_path / "a", loaders=loader(num_workers=2))
+    run(second, [BatchSizeTuner(mode="grow")], tmp_path / "b", loaders=loader(num_workers=2), ckpt_path=file)
+    assert sorted(flat(first.of_epoch(0)) + flat(second.of_epoch(0))) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
