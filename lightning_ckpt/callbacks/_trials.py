@@ -35,7 +35,7 @@ from lightning_ckpt.snapshot import Snapshot
 # On the host, steps of one size are taken until the peak grows by less than a hundredth, and no more than this.
 _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
-_USABLE = 0.96
+USABLE = 0.96
 
 _T = TypeVar("_T")
 
@@ -97,7 +97,7 @@ class Trials:
         self.copies = self.floor = self._gradients = 0
         self.decisive = range(2**62)
         self.alone = steps_alone(trainer)
-        self.usable = _USABLE if self._on_host else 1.0
+        self.usable = USABLE if self._on_host else 1.0
 
     def __enter__(self) -> Self:
         self._state = Snapshot(
@@ -217,20 +217,14 @@ class Trials:
     def _begin(self, step: Callable[[], None], size: int) -> Measurement | None:
         """Take the first step, and learn from it."""
         self._phases.forget()
-        before = self._held()
+        before = _held(self._trainer)
         step()
-        self._warm, after = True, self._held()
-        # Estimated from below, twice, and the lower is taken: a resident size keeps what a step has freed.
-        self.floor = max(min(self._at_rest + after.optimizer, self._resting() - after.gradients), 0)
+        self._warm, after = True, _held(self._trainer)
+        self.floor = floor_of(self._trainer, at_rest=self._at_rest, now=self._resting())
         if not self._trainer.lightning_module.automatic_optimization:  # who knows when gradients are let go
             return None
         self._gradients = after.gradients
         return self._phases.as_if_later(size, before=before, after=after, floor=self.floor)
-
-    def _held(self) -> Held:
-        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
-        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
-        return Held(optimizer, gradients)
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.
@@ -262,6 +256,26 @@ class Trials:
         if self._drawn is not None:
             self._drawn.restore()
         self._state.restore()
+
+
+def floor_of(trainer: Trainer, *, at_rest: int, now: int) -> int:
+    """Bytes that are there whatever the batch size, after a first step.
+
+    Estimated from below, twice, and the lower taken: a resident size keeps what a step has freed.
+
+    Args:
+        trainer: with gradients and optimizer state.
+        at_rest: bytes before the first step.
+        now: bytes between two steps.
+    """
+    held = _held(trainer)
+    return max(min(at_rest + held.optimizer, now - held.gradients), 0)
+
+
+def _held(trainer: Trainer) -> Held:
+    optimizer = bytes_held(tensors_of([optimizer.state for optimizer in trainer.optimizers]))
+    gradients = bytes_held(tensors_of([p.grad for p in trainer.lightning_module.parameters()]))
+    return Held(optimizer, gradients)
 
 
 def _changed_by_a_step(trainer: Trainer) -> list[object]:
