@@ -98,7 +98,7 @@ class Growth:
     def _watch(self, peak: int) -> News | None:
         if peak <= self._ceiling:
             return None
-        below = self._search.next_below(self.size)
+        below = self._search.allowed.next_below(self.size)
         if below is None:
             told, self._told = self._told, True
             return None if told else "can't shrink"
