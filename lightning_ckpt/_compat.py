@@ -42,6 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.data._utils.pin_memory import pin_memory
 
 # The types of `torch.ops.aten.mm.default` and `torch.ops.aten.mm`. `torch.ops` is public, its element types are not
 # exported, and a list of operators has to be told from anything else a user may pass.
@@ -67,6 +68,7 @@ __all__ = [
     "compiled_graphs",
     "in_checkpoint_replay",
     "is_compiled",
+    "pinned",
     "without_modes",
 ]
 
@@ -348,3 +350,8 @@ def called_by_the_engine() -> bool:
     ):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def pinned(batch: Any) -> Any:
+    """The batch in pinned memory, as a `DataLoader` does it with what it collates; for batches collated elsewhere."""
+    return pin_memory(batch) if torch.accelerator.is_available() else batch

@@ -78,7 +78,7 @@ class BatchSize:
         self, trainer: Trainer, pl_module: LightningModule, name: str, for_trial: ForTrial = for_trial
     ) -> None:
         self._trainer, self._name, self._for_trial = trainer, name, for_trial
-        self._places = list(_places(trainer, pl_module, name))
+        self._places = list(places_of(trainer, pl_module, name))
         self._handed = train_loaders_handed(trainer)
         # What trials copy: the loaders handed to `fit`, or those the hook made for the size that was set then.
         self._loaders: Any = self._handed
@@ -190,7 +190,8 @@ class BatchSize:
         )
 
 
-def _places(trainer: Trainer, pl_module: LightningModule, name: str) -> Iterator[_Place]:
+def places_of(trainer: Trainer, pl_module: LightningModule, name: str) -> Iterator[_Place]:
+    """Every place that holds the batch size."""
     for owner in (pl_module, datamodule_of(trainer)):
         if owner is None:
             continue

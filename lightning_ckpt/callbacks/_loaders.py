@@ -47,10 +47,10 @@ def resized(loader: Any, size: int) -> Any:
     if batch_size_of(loader) is None:
         return loader
     if loader.batch_size is not None:
-        return _with(loader, batch_size=size, batch_sampler=BatchSampler(loader.sampler, size, loader.drop_last))
+        return copy_with(loader, batch_size=size, batch_sampler=BatchSampler(loader.sampler, size, loader.drop_last))
     sampler = copy.copy(loader.batch_sampler)
     sampler.batch_size = size
-    return _with(loader, batch_sampler=sampler)
+    return copy_with(loader, batch_sampler=sampler)
 
 
 def for_trial(loader: Any, size: int) -> Any:
@@ -67,15 +67,15 @@ def for_trial(loader: Any, size: int) -> Any:
 
 def serving(loader: Any, batches: Iterable[list[Any]]) -> Any:
     """A copy that gives the batches of these indices, over and over."""
-    return _with(loader, batch_sampler=list(islice(cycle(batches), MOST_BATCHES)), **_few_workers(loader))
+    return copy_with(loader, batch_sampler=list(islice(cycle(batches), MOST_BATCHES)), **_few_workers(loader))
 
 
 def streaming(loader: Any, *, batch_size: int | None, dataset: Any = None) -> Any:
     """A copy for a stream from its front, or for another one: in batches, or for None its samples one by one."""
     changed_too = _few_workers(loader) if dataset is None else {"dataset": dataset, "num_workers": 0, "timeout": 0}
     if batch_size is not None:
-        return _with(resized(loader, batch_size), **changed_too)
-    return _with(loader, batch_size=None, batch_sampler=None, collate_fn=_as_it_is, **changed_too)
+        return copy_with(resized(loader, batch_size), **changed_too)
+    return copy_with(loader, batch_size=None, batch_sampler=None, collate_fn=as_it_is, **changed_too)
 
 
 def most_samples(loaders: Any, sharing: Callable[[Any], int]) -> int | None:
@@ -136,7 +136,8 @@ def _few_workers(loader: Any) -> dict[str, Any]:
     return {"num_workers": min(loader.num_workers, 1), "persistent_workers": False}
 
 
-def _as_it_is(sample: Any) -> Any:
+def as_it_is(sample: Any) -> Any:
+    """Collate nothing."""
     return sample
 
 
@@ -152,7 +153,8 @@ def _drops_last(loader: Any) -> bool:
     return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
 
-def _with(loader: Any, **attributes: Any) -> Any:
+def copy_with(loader: Any, **attributes: Any) -> Any:
+    """A copy of the loader with other attributes."""
     copied = copy.copy(loader)
     # `DataLoader.__setattr__` refuses these names once a loader is made, lest an iterator of it disagree.
     vars(copied).update(attributes, _iterator=None)

@@ -320,9 +320,9 @@ def optimizer_steps(trainer: Trainer, loaders: CombinedLoader, *, most_batches: 
 
     def step() -> None:
         for _ in range(most_batches):
-            scale = _scale(trainer)
+            before = scale(trainer)
             take()
-            if scale is None or (_scale(trainer) or 0) >= scale:
+            if before is None or (scale(trainer) or 0) >= before:
                 return
 
     try:
@@ -377,6 +377,7 @@ def scaler_of(trainer: Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def _scale(trainer: Trainer) -> float | None:
+def scale(trainer: Trainer) -> float | None:
+    """The factor that losses are scaled by now; None where they are not."""
     scaler = scaler_of(trainer)
     return None if scaler is None else float(scaler.get_scale())

@@ -29,13 +29,13 @@ from lightning_ckpt.callbacks._trainer import (
 from lightning_ckpt.held import bytes_held, tensors_of
 from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
 from lightning_ckpt.oom import is_out_of_memory, release
-from lightning_ckpt.search import Measurement
+from lightning_ckpt.search import Measurement, Phase
 from lightning_ckpt.snapshot import Snapshot
 
 # On the host, steps of one size are taken until the peak grows by less than a hundredth, and no more than this.
 _STILL_GROWING, _MOST_SETTLING_STEPS = 1.01, 4
 # Over later steps the resident size was seen to creep up by 1 to 3 hundredths more.
-_USABLE = 0.96
+USABLE = 0.96
 
 _T = TypeVar("_T")
 
@@ -77,8 +77,8 @@ class Trials:
         copies: bytes of the copies that the readings of this reader would count; readings are given without them.
         usable: share of the target that a trial may show.
         floor: bytes that are there whatever the batch size, as far as known.
-        decisive: on the host, peaks below this many bytes or above need not be exact: nothing will be settled by them.
         highest_in: what of the latest trial took the most memory, in words.
+        decisive: on the host, peaks below this many bytes or above need not be exact: nothing will be settled by them.
         alone: whether no other rank is waited for within a step.
     """
 
@@ -92,14 +92,12 @@ class Trials:
         self._reader = Interval(reader_for(self._device))
         self._on_host = isinstance(self._reader.reader, HostReader)
         self._phases = Phases(self._reader.reader)
-        # What validation takes is in no phase of a step; and where times decide, the next size is to be near.
-        self._apart = evaluation is None and timed_steps == 1
         self._warm = False
         self._drawn: Snapshot | None = None
         self.copies = self.floor = self._gradients = 0
         self.decisive = range(2**62)
         self.alone = steps_alone(trainer)
-        self.usable = _USABLE if self._on_host else 1.0
+        self.usable = USABLE if self._on_host else 1.0
 
     def __enter__(self) -> Self:
         self._state = Snapshot(
@@ -192,8 +190,22 @@ class Trials:
             seconds = min(self.timed(step) for _ in range(self._timed_steps))
             self._settle_heap(step)
             phases = self._phases.peaks(floor=self.floor, gradients=self._gradients)
-            self._evaluate(size)
-            return Measurement(size, self._peak(), phases=phases if self._apart else ()), seconds
+            peak, validation = self._peak(), self._evaluate(size)
+            if validation is None:
+                return Measurement(size, peak, phases=phases), seconds
+            self.highest_in = "validation batch" if validation > peak else "step"
+            phases += (Phase(validation, self.floor + self._gradients),) if phases else ()
+            return Measurement(size, max(peak, validation), phases=phases), seconds
+
+    def _evaluate(self, size: int) -> int | None:
+        """The peak of a validation batch; None where there is none to run."""
+        loaders = self._evaluation.trial_loaders(size) if self._evaluation else None
+        if loaders is None:
+            return None
+        self.highest_in = "validation batch"  # until it has shown not to be
+        self._reader.reset_peak()
+        validate_one_batch(self._trainer, loaders)
+        return self._peak()
 
     @contextmanager
     def _steps_with_phases(self, size: int) -> Iterator[Callable[[], None]]:
@@ -205,29 +217,14 @@ class Trials:
     def _begin(self, step: Callable[[], None], size: int) -> Measurement | None:
         """Take the first step, and learn from it."""
         self._phases.forget()
-        before = self._held()
+        before = _held(self._trainer)
         step()
-        self._warm, after = True, self._held()
-        # Estimated from below, twice, and the lower is taken: a resident size keeps what a step has freed.
-        self.floor = max(min(self._at_rest + after.optimizer, self._resting() - after.gradients), 0)
+        self._warm, after = True, _held(self._trainer)
+        self.floor = floor_of(self._trainer, at_rest=self._at_rest, now=self._resting())
         if not self._trainer.lightning_module.automatic_optimization:  # who knows when gradients are let go
             return None
         self._gradients = after.gradients
-        if not self._apart:
-            return None
         return self._phases.as_if_later(size, before=before, after=after, floor=self.floor)
-
-    def _held(self) -> Held:
-        optimizer = bytes_held(tensors_of([optimizer.state for optimizer in self._trainer.optimizers]))
-        gradients = bytes_held(tensors_of([p.grad for p in self._trainer.lightning_module.parameters()]))
-        return Held(optimizer, gradients)
-
-    def _evaluate(self, size: int) -> None:
-        loaders = self._evaluation.trial_loaders(size) if self._evaluation else None
-        if loaders is not None:
-            before, self.highest_in = self._peak(), "validation batch"  # until it has shown not to be
-            validate_one_batch(self._trainer, loaders)
-            self.highest_in = "validation batch" if self._peak() > before else "step"
 
     def _settle_heap(self, step: Callable[[], None]) -> None:
         """Take further steps while the resident size grows.
@@ -259,6 +256,26 @@ class Trials:
         if self._drawn is not None:
             self._drawn.restore()
         self._state.restore()
+
+
+def floor_of(trainer: Trainer, *, at_rest: int, now: int) -> int:
+    """Bytes that are there whatever the batch size, after a first step.
+
+    Estimated from below, twice, and the lower taken: a resident size keeps what a step has freed.
+
+    Args:
+        trainer: with gradients and optimizer state.
+        at_rest: bytes before the first step.
+        now: bytes between two steps.
+    """
+    held = _held(trainer)
+    return max(min(at_rest + held.optimizer, now - held.gradients), 0)
+
+
+def _held(trainer: Trainer) -> Held:
+    optimizer = bytes_held(tensors_of([optimizer.state for optimizer in trainer.optimizers]))
+    gradients = bytes_held(tensors_of([p.grad for p in trainer.lightning_module.parameters()]))
+    return Held(optimizer, gradients)
 
 
 def _changed_by_a_step(trainer: Trainer) -> list[object]:

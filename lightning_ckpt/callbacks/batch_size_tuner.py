@@ -15,6 +15,7 @@ from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
+from lightning_ckpt.callbacks._growing import Growing
 from lightning_ckpt.callbacks._pair import Pair
 from lightning_ckpt.callbacks._plateau import TIMED_STEPS, fastest, has_levelled_off, reach
 from lightning_ckpt.callbacks._probe import Probing
@@ -82,8 +83,21 @@ class BatchSizeTuner(Callback):
     trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
     `fast_dev_run` nothing is done.
 
+    With `mode="grow"` training itself is the search: no step is repeated or thrown away. The first steps have small
+    batches; each size is measured in two real steps (on the host in as many as its resident size needs to settle, six
+    at most) and grows until only the headroom is left. No sample of an epoch is lost or seen twice: what workers have
+    read ahead is cut into batches anew, and a mid-epoch checkpoint knows which samples are to come. (Of a stream whose
+    length is unknown Lightning holds one batch, so that a new size comes one batch later.) Once settled, a later peak
+    into the headroom shrinks the batches from the next step on. Sizes are written everywhere they live, and logged
+    when they settle or shrink. Without `global_batch_size` optimizer steps grow with the batches, and a schedule
+    planned from the number of batches is planned for the first size. An out-of-memory error in a real step can't be
+    undone: the run ends with it, and says below which size to resume; but sizes grow no further than what was measured
+    allows. After the run the loaders and `accumulate_grad_batches` are as they were, but for the size.
+
     Args:
-        mode: `"search"`: settle the size before the first step.
+        mode: `"search"`: settle the size before the first step; `"grow"`: while training. `"grow"` works in several
+            processes and whatever size the loaders have; it refuses custom batch samplers, `probe`, `stop_at_plateau`,
+            `evaluation`, and `ActivationCheckpointing("auto")` beside it.
         headroom: share of the memory limit to leave free, 0 to 1. On the host 4 % of the rest are left too: its heap
             fragments, and a resident size is not exact.
         batch_arg_name: name of the attribute or hyperparameter that holds the batch size.
@@ -110,7 +124,7 @@ class BatchSizeTuner(Callback):
             follows the size if it uses it. `False` leaves validation as it is, and untried.
 
     Attributes:
-        batch_size: the settled size; `None` before.
+        batch_size: the settled size; `None` before. While growing, the size of the next step.
         trials: every trial, in order: size, peak in bytes, seconds of the step, outcome, samples per second.
 
     Raises:
@@ -127,7 +141,7 @@ class BatchSizeTuner(Callback):
 
     def __init__(
         self,
-        mode: Literal["search"] = "search",
+        mode: Literal["search", "grow"] = "search",
         *,
         headroom: float = 0.1,
         batch_arg_name: str = "batch_size",
@@ -142,8 +156,8 @@ class BatchSizeTuner(Callback):
         stop_at_plateau: float | None = None,
         evaluation: bool = False,
     ) -> None:
-        if mode != "search":
-            raise ValueError(f'mode={mode!r}: accepted is "search"')
+        if mode not in ("search", "grow"):
+            raise ValueError(f'mode={mode!r}: accepted are "search" and "grow"')
         if isinstance(headroom, bool) or not isinstance(headroom, int | float) or not 0 <= headroom < 1:
             raise ValueError(f"headroom={headroom!r}: give the share of memory to leave free, at least 0 and below 1")
         if not isinstance(batch_arg_name, str) or not batch_arg_name.isidentifier():
@@ -166,12 +180,19 @@ class BatchSizeTuner(Callback):
         _check_probe(probe)
         _check_growth(stop_at_plateau)
         _check_switch("evaluation", evaluation)
+        if mode == "grow" and (probe != "first" or stop_at_plateau is not None or evaluation):
+            raise ValueError(
+                'mode="grow" takes the steps of training as they come: leave probe, stop_at_plateau and evaluation '
+                'out, or use mode="search"'
+            )
         self.probe, self.stop_at_plateau, self.evaluation = probe, stop_at_plateau, evaluation
         self._paired = False
         self.batch_size: int | None = None
         self.trials: list[Trial] = []
         self._found: TrialReport | None = None
         self._optimizer_setup: OptimizerSetup | None = None
+        self._growing: Growing | None = None
+        self._grown: dict[str, Any] = {}
 
     @property
     def state_key(self) -> str:
@@ -180,13 +201,23 @@ class BatchSizeTuner(Callback):
     def state_dict(self) -> dict[str, Any]:
         if self.batch_size is None:
             return {}
-        return {"batch_size": self.batch_size, "trials": [asdict(trial) for trial in self.trials]}
+        state = {"batch_size": self.batch_size, "trials": [asdict(trial) for trial in self.trials]}
+        if self.mode == "search":
+            return state
+        grown = self._growing.state() if self._growing else self._grown
+        return state | {"batch_size": grown["size"], "grown": grown} if grown else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._optimizer_setup is None and self.batch_size is not None:
+        if self.mode == "search" and self._optimizer_setup is None and self.batch_size is not None:
             return  # a strategy that loads late: this fit has settled its size already
         self.batch_size = state_dict["batch_size"]
-        self.trials = [Trial(**trial) for trial in state_dict["trials"]]
+        self.trials[:] = [Trial(**trial) for trial in state_dict["trials"]]
+        settled: dict[str, Any] = {"size": self.batch_size, "settled": True, "loaders": [], "since": 0}
+        self._grown = state_dict.get("grown") or settled
+        if self._growing:
+            self._growing.resume(self._grown)
+        elif self.mode == "search" and not self._grown["settled"]:
+            self.batch_size = None  # it was to grow further
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -194,9 +225,21 @@ class BatchSizeTuner(Callback):
         self._refuse(trainer)
         self._stand_behind_checkpointing(trainer)
         self._forget_setup()
-        self._optimizer_setup = OptimizerSetup(trainer)
         if self.global_batch_size is not None:
             self._global_batch = GlobalBatch(trainer, pl_module, self.global_batch_size)
+        if self.mode == "search":
+            self._optimizer_setup = OptimizerSetup(trainer)
+        elif has_training_to_do(trainer):
+            first, settled = self._first(self._search(0, None)), self._grown.get("settled", False)
+            self._growing = Growing(
+                trainer,
+                pl_module,
+                name=self.batch_arg_name,
+                first=first,
+                settled=settled,
+                global_batch=self._global_batch,
+                trials=self.trials,
+            )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         setup = self._optimizer_setup
@@ -236,6 +279,11 @@ class BatchSizeTuner(Callback):
         self._report(trainer, room, place.size, self.trials[before:])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.start(self._room(trainer, self._growing), self._search)
+            self.batch_size = self._growing.size
+            if not self._growing.settled:
+                return
         # Not earlier: Lightning logs the hyperparameters' initial values right after `on_fit_start`.
         if self.batch_size is not None:
             for logger in trainer.loggers:
@@ -244,10 +292,33 @@ class BatchSizeTuner(Callback):
                 self._found.log(trainer, self.batch_size)
         self._found = None
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.begin_epoch()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._growing:
+            self._growing.begin_batch()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._growing:
+            self._growing.end_batch()
+            self.batch_size = self._growing.size
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.end_epoch()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._growing:
+            self._growing.end()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._growing:
+            self._growing.fail(exception)
         self._end()  # Lightning calls no teardown after an exception
 
     def _end(self) -> None:
@@ -282,8 +353,12 @@ class BatchSizeTuner(Callback):
         if self._optimizer_setup is not None:
             self._optimizer_setup.remove()
             self._optimizer_setup = None
+        if self._growing is not None:
+            self._grown = self._growing.state()
+            self._growing.close()
+            self._growing = None
 
-    def _room(self, trainer: Trainer, trials: Trials) -> _Room:
+    def _room(self, trainer: Trainer, trials: Trials | Growing) -> _Room:
         limit = self.memory_limit or reader_for(trainer.strategy.root_device).limit()
         if limit is None:
             raise MisconfigurationException(
@@ -322,23 +397,29 @@ class BatchSizeTuner(Callback):
                 size = search.nearest(size)
                 if size in [m.size for m in measured]:
                     break
-            line.trying(size, self._latest(measured), search.max_trials)
-            if self._may_jump(size) and hint is None and not measured:
+            if hint is None and not measured and self._takes_hints(size):
+                line.trying(size, [], search.max_trials)
                 hint = trials.warm_up(size)
                 if hint is not None:
                     size = search.propose([], floor=trials.floor, hint=hint)
                     continue
+            line.trying(size, self._latest(measured), search.max_trials)
             measured.append(self._try(search, trials, size))
             if size == self.batch_size and search.fits(measured[0]):
                 return size
             if self._is_at_plateau(self._latest(measured)):
                 return fastest(self._latest(measured))
-            size = self._within_reach(search.propose(measured, floor=trials.floor, hint=hint), search, measured)
+            proposed = search.propose(measured, floor=trials.floor, hint=hint)
+            size = self._within_reach(proposed, search, measured)
         try:
             return search.settled(measured)
         except NothingFits:
             least = min(measured, key=lambda m: m.size)
             raise NothingFits(_why(least, search, room, trials.highest_in)) from None
+
+    def _takes_hints(self, size: int) -> bool:
+        """Whether what the first step tells of a second may stand for a trial: only training counts, and its memory."""
+        return size != self.batch_size and self.stop_at_plateau is None and not self.evaluation
 
     def _latest(self, measured: Sequence[Measurement]) -> list[Trial]:
         """The trials of the search that goes on."""
@@ -346,10 +427,6 @@ class BatchSizeTuner(Callback):
 
     def _is_at_plateau(self, tried: Sequence[Trial]) -> bool:
         return self.stop_at_plateau is not None and has_levelled_off(tried, self.stop_at_plateau)
-
-    def _may_jump(self, size: int) -> bool:
-        """Whether a first step may stand for a trial: not where that size is checked again, or times are compared."""
-        return size != self.batch_size and self.stop_at_plateau is None
 
     def _within_reach(self, size: int | None, search: Search, measured: Sequence[Measurement]) -> int | None:
         """The proposed size, or a smaller one that does not pass over a plateau."""

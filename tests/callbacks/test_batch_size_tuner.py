@@ -934,7 +934,7 @@ def test_finders_of_lightning_beside_it_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "power"}, "mode='power': accepted is \"search\""),
+        ({"mode": "power"}, 'mode=\'power\': accepted are "search" and "grow"'),
         ({"headroom": 1.0}, "headroom=1.0: give the share of memory to leave free, at least 0 and below 1"),
         ({"headroom": "10%"}, "headroom='10%'"),
         ({"batch_arg_name": "my size"}, "batch_arg_name='my size': give the name of an attribute"),

@@ -60,10 +60,10 @@ def search(module: Timed, **arguments: Any) -> BatchSizeTuner:
 
 
 def test_the_search_ends_where_samples_per_second_stop_growing(time: Clock) -> None:
-    """From 16 samples on each takes its own time: 64 are no faster, and the smallest of the fastest is settled."""
+    """From 16 samples on each takes its own time: 128 are no faster than 32, and the smaller is settled."""
     tuner = search(Timed(time, Meter()), stop_at_plateau=0.05)
-    assert [(trial.size, trial.samples_per_second) for trial in tuner.trials] == [(2, 8), (4, 16), (16, 64), (64, 64)]
-    assert tuner.batch_size == 16
+    assert [(trial.size, trial.samples_per_second) for trial in tuner.trials] == [(2, 8), (8, 32), (32, 64), (128, 64)]
+    assert tuner.batch_size == 32
 
 
 def test_without_it_the_largest_size_that_fits_is_settled(time: Clock) -> None:
@@ -73,45 +73,47 @@ def test_without_it_the_largest_size_that_fits_is_settled(time: Clock) -> None:
 def test_growth_to_the_end_settles_the_largest(time: Clock) -> None:
     """A model that is faster with every sample fills its memory, as without the argument."""
     tuner = search(Timed(time, Meter(), samples_at_once=5000), stop_at_plateau=0.05)
-    assert tuner.batch_size == 900
+    assert tuner.batch_size is not None
+    assert 0.95 * 900 <= tuner.batch_size <= 900
     assert all(later.size <= 4 * trial.size for trial, later in zip(tuner.trials, tuner.trials[1:], strict=False))
 
 
 def test_a_share_of_growth_is_asked_for(time: Clock) -> None:
-    """From 4 to 16 samples the rate grows by half: enough for 0.4, too little for 0.6."""
+    """From 8 to 32 samples the rate grows by half: enough for 0.4, too little for 0.6."""
 
     class Slowing(Timed):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             size = len(batch[0])
-            self.clock.sleep({2: 2 / 64, 4: 4 / 128, 16: 16 / 192}.get(size, size / 64) - max(size, 16) / 64)
+            self.clock.sleep({2: 2 / 64, 8: 8 / 128, 32: 32 / 192}.get(size, size / 64) - max(size, 16) / 64)
             return super().training_step(batch, batch_idx)
 
-    assert [t.size for t in search(Slowing(time, Meter()), stop_at_plateau=0.4).trials] == [2, 4, 16, 64]
+    assert [t.size for t in search(Slowing(time, Meter()), stop_at_plateau=0.4).trials] == [2, 8, 32, 128]
     short = search(Slowing(time, Meter()), stop_at_plateau=0.6)
-    assert [t.size for t in short.trials] == [2, 4, 16]
-    assert short.batch_size == 16
+    assert [t.size for t in short.trials] == [2, 8, 32]
+    assert short.batch_size == 32
 
 
 def test_one_slow_step_does_not_end_it(time: Clock) -> None:
-    """Of each size the fastest of three steps counts: at 4 samples the first two take a hundred times as long."""
+    """Of each size the fastest of three steps counts: at 8 samples the first two take a hundred times as long."""
     seen: list[int] = []
 
     class Hindered(Timed):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             seen.append(len(batch[0]))
-            if seen[-1] == 4 and seen.count(4) < TIMED_STEPS:
+            if seen[-1] == 8 and seen.count(8) < TIMED_STEPS:
                 self.clock.sleep(1e4)
             return super().training_step(batch, batch_idx)
 
     tuner = search(Hindered(time, Meter(), samples_at_once=5000), stop_at_plateau=0.05)
-    assert seen.count(4) == TIMED_STEPS
-    assert tuner.batch_size == 900
+    assert seen.count(8) == TIMED_STEPS
+    assert tuner.batch_size is not None
+    assert tuner.batch_size >= 0.95 * 900
 
 
 def test_the_printed_title_says_why(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     """A size far from the limit is not called the largest."""
     search(Timed(time, Meter()), stop_at_plateau=0.05)
-    assert "Batch size: 16, the most samples per second of those measured within" in " ".join(
+    assert "Batch size: 32, the most samples per second of those measured within" in " ".join(
         capsys.readouterr().out.split()
     )
 
@@ -124,5 +126,5 @@ def test_a_size_settled_before_is_used_after_one_trial(time: Clock) -> None:
     tried = len(tuner.trials)
     with use_reader(module.meter):
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(5000, 2)), batch_size=4))
-    assert [trial.size for trial in tuner.trials[tried:]] == [16]
-    assert tuner.batch_size == 16
+    assert [trial.size for trial in tuner.trials[tried:]] == [32]
+    assert tuner.batch_size == 32

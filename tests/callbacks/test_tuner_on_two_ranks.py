@@ -168,13 +168,11 @@ def _fails(rank: int, make: type[Net], strategy: Callable[[], Strategy], error: 
         fit(module, strategy(), folder)
     except Exception as raised:
         torch.save(f"{type(raised).__name__}: {raised}", folder / f"{rank}.pt")
-        raise
 
 
 def test_an_error_of_one_rank_ends_the_other(tmp_path: Path) -> None:
     """The other rank does not wait: it says which rank has failed."""
-    with pytest.raises(Exception, match="ValueError"):
-        on_two_ranks(_fails, Net, ddp, ValueError, tmp_path)
+    on_two_ranks(_fails, Net, ddp, ValueError, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first == (
         "RuntimeError: BatchSizeTuner: a trial with a batch size of 2 failed on rank 1, whose error says why"
@@ -184,9 +182,11 @@ def test_an_error_of_one_rank_ends_the_other(tmp_path: Path) -> None:
 
 def test_out_of_memory_where_ranks_wait_for_one_another_ends_the_run(tmp_path: Path) -> None:
     """Under FSDP2 there is no going back from it; the rank says so, and what to do."""
-    with pytest.raises(Exception, match="ranks share the model's parts"):
-        on_two_ranks(_fails, Sharded, fsdp2, None, tmp_path)
-    assert "Give max_val below 2, or more headroom" in torch.load(tmp_path / "1.pt")
+    on_two_ranks(_fails, Sharded, fsdp2, None, tmp_path)
+    said = torch.load(tmp_path / "1.pt")
+    assert "ranks share the model's parts and wait for one another" in said
+    assert "Give max_val below 2, or more headroom" in said
+    assert torch.load(tmp_path / "0.pt")  # the other one has ended too
 
 
 def _handed(rank: int, sampler: bool, folder: Path) -> None:
