@@ -265,6 +265,10 @@ and an error is a trial that allocated more.
 By the resident size, a size that may be settled on takes steps until its peak no longer grows. By the allocator, each
 size takes one.
 
+Settled "none": the search was ended by an error it does not take for lack of memory, such as oneDNN's "could not create
+a primitive", which is what a kernel says that gets none. One run of each; errors and sizes of searches that run out of
+memory differ a little from run to run.
+
 - Device: cpu, {platform.machine()}, 1 thread.
 - torch {torch.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}, {platform.system()}.
 - Commit {commit.stdout.strip() or "unknown"}, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}.
