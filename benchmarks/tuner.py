@@ -43,7 +43,7 @@ from lightning_ckpt.sizes import UNITS
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = UNITS["MiB"]
-ROOM = 700 * MIB  # beyond what the process holds with the model and its optimizer's state
+ROOM = 500 * MIB  # beyond what the process holds with the model and its optimizer's state
 SAMPLES = 4096
 MODELS: dict[str, tuple[str, Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     "GPT, 8 layers": ("GPT", lambda: GPT(depth=8, width=64), lambda: torch.randint(0, 256, (129,))),
@@ -157,6 +157,8 @@ def limited(model: str, folder: str) -> Task:
     trainer_of([], folder, max_steps=1).fit(Task(model))
     release_unused("cpu")
     size = resource.getpagesize()
+    if "ALLOCATED" in os.environ:
+        return Task(model)
     virtual, resident = (int(pages) * size for pages in Path("/proc/self/statm").read_text().split()[:2])
     resource.setrlimit(resource.RLIMIT_AS, (virtual + ROOM, virtual + ROOM))
     LIMITS.append(resident + ROOM)
@@ -167,20 +169,23 @@ def search(model: str, finder: str) -> Result:
     """Run one search, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         task, searched = limited(model, folder), Searched()
+        tuner: Any = FINDERS[finder]()
+        allocator = AllocatorReader(limit=int(os.environ["ALLOCATED"])) if finder == BY_ALLOCATOR else None
         STEPS.clear()
         started = time.perf_counter()
         trained = True
-        allocator = AllocatorReader(limit=int(os.environ["ALLOCATED"])) if finder == BY_ALLOCATOR else None
         try:
             with allocator or nullcontext(), use_reader(allocator) if allocator else nullcontext():
-                trainer_of([FINDERS[finder](), searched], folder, max_steps=3).fit(task)
+                trainer_of([tuner, searched], folder, max_steps=3).fit(task)
         except Exception as error:
             if not is_out_of_memory(error) and not isinstance(error, RuntimeError | ValueError):
                 raise
             print(f"{finder}: {type(error).__name__}: {error}", file=sys.stderr)
             trained = False
+        if allocator is not None:
+            ERRORS.extend(trial.size for trial in tuner.trials if trial.peak > allocator.limit())
     ended = getattr(searched, "at", time.perf_counter())
-    steps, errors = getattr(searched, "steps", len(STEPS)), getattr(searched, "errors", len(ERRORS))
+    steps, errors = getattr(searched, "steps", len(STEPS)), getattr(searched, "errors", 0) or len(ERRORS)
     return Result(task.batch_size if hasattr(searched, "at") else 0, steps, errors, ended - started, trained)
 
 
@@ -219,7 +224,9 @@ def allocated(model: str, size: int) -> int:
 def in_a_process(model: str, finder: str, allocated: int = 0) -> Result:
     """Run a search or a size in a new process, so that what one leaves behind is not the next one's."""
     command = [sys.executable, __file__, "--one", model, finder]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "ALLOCATED": f"{allocated}"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    if finder == BY_ALLOCATOR:
+        environment["ALLOCATED"] = f"{allocated}"
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -248,7 +255,8 @@ are of the largest size at which three steps went through under that limit: {bes
 `BatchSizeTuner` leaves a tenth free of what it is told there is, the other modes nothing. By the resident size, which
 is what it reads on a machine without an accelerator, that is a tenth of the whole process, PyTorch's libraries
 included, and 4 % for what such a size can't tell. By the allocator, as on an accelerator, it is a tenth of what
-training with the largest size allocates.
+training with the largest size allocates; that search runs without the limit, which counts more than what is allocated,
+and an error is a trial that allocated more.
 
 | model | search | trial steps | errors | seconds | settled (of the largest) | then trained |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -25,9 +25,9 @@ from lightning_ckpt.peak_curve import Point, bound, meets, reach_of_phases, reac
 _CLOSE_ENOUGH = 0.95
 # How far below a size that was a little too large the next one is, where that is close enough to end the search.
 _SAFELY_BELOW = 0.97
-# With so many sizes that fitted, and the bound that near, one more shall end the search: as much below the bound as it
-# is likely to move once more.
-_MANY, _NEAR, _SHORT_OF_BOUND = 4, 0.85, 0.98
+# With so many sizes that fitted, and the bound that near, one more shall end the search: below the bound, if that has
+# moved, by as much as it is likely to move once more.
+_MANY, _NEAR, _MOVED, _SHORT_OF_BOUND = 4, 0.85, 1.002, 0.98
 # What a size may be rounded up by: bytes that no reader counts are a hair's breadth on a line.
 _ROUNDED = 0.01
 # The least that a trial should gain over the size that fits already.
@@ -159,7 +159,7 @@ class Search:
             return None
         reach = self._between(lower, upper[0], most, floor) if upper else self._beyond(lower, floor)
         if not upper and len(lower) >= _MANY and reach >= _NEAR * most:
-            reach = _SHORT_OF_BOUND * most
+            reach = most * (_SHORT_OF_BOUND if self._bound(lower[:-1]) > _MOVED * most else 1)
         elif not upper and reach >= _CLOSE_ENOUGH * most:  # the search would end there and leave the rest untried
             reach = most
         return self.nearest(min(max(reach + _ROUNDED, least), most))

@@ -196,7 +196,7 @@ def test_the_line_tells_what_is_tried_and_what_fits(meter: Meter, monkeypatch: p
     assert [text.strip() for text in texts[:3]] == [
         "Looking at the data",
         "Looking for the batch size: trying 2, trial 1 of 8 at most, none has fitted yet",
-        "Looking for the batch size: trying 4, trial 2 of 8 at most, 2 fits",
+        "Looking for the batch size: trying 14, trial 1 of 8 at most, none has fitted yet",
     ]
     after = sent.rpartition(texts[-1])[2]
     assert "\x1b[2K" in after
