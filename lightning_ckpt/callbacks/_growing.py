@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +15,7 @@ from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._growing_loader import GrowingLoader, growing, samples_to_grow_into
 from lightning_ckpt.callbacks._growth import Growth, News
 from lightning_ckpt.callbacks._loaders import changed, resized
+from lightning_ckpt.callbacks._room import Room
 from lightning_ckpt.callbacks._trainer_batches import (
     StepsCountedFrom,
     around_train_loaders,
@@ -33,18 +34,6 @@ from lightning_ckpt.policies import MemoryBudget, resolve_policy
 from lightning_ckpt.processes import ranks_of
 from lightning_ckpt.search import Search
 from lightning_ckpt.sizes import format_size
-
-
-class Room(Protocol):
-    """How much memory a step may need: in bytes, and in words as its string."""
-
-    @property
-    def limit(self) -> int:
-        """Bytes the device or the process can hold."""
-
-    @property
-    def target(self) -> int:
-        """Bytes a step may need."""
 
 
 @dataclass
@@ -72,10 +61,7 @@ class Growing:
 
     Attributes:
         usable: share of the target that a step may show.
-        copies: bytes that readings count and training doesn't need.
     """
-
-    copies = 0
 
     def __init__(
         self,

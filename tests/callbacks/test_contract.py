@@ -207,7 +207,7 @@ def test_a_lightning_cli_file_sets_every_callback(tmp_path: Path, monkeypatch: p
         assert list(second.blocks) == [GPTBlock, "*.mlp"]
         assert isinstance(monitor, StepMonitor)
         assert isinstance(tuner, BatchSizeTuner)
-        assert tuner.headroom == 0.2
+        assert tuner.options.headroom == 0.2
     del cli.trainer.callbacks[1]  # a second plan for the same model, for the sake of parsing
     cli.trainer.fit(cli.model)
     assert cli.trainer.global_step == 4

@@ -73,7 +73,7 @@ def _search(rank: int, arguments: dict[str, Any], folder: Path) -> None:
         default_root_dir=folder,
     )
     with use_reader(meter):
-        trainer.fit(Net(rank, clock, meter, 24 if tuner.evaluation else 1e9))
+        trainer.fit(Net(rank, clock, meter, 24 if tuner.options.evaluation else 1e9))
     told = tuner.batch_size, [(t.size, t.outcome, t.seconds) for t in tuner.trials], trainer.global_step
     torch.save((told, [row for _, row in logger.calls if "batch_size/global" in row]), folder / f"{rank}.pt")
 
