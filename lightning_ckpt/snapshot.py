@@ -4,13 +4,21 @@ The copies lie in host memory that is not PyTorch's: they don't count where the 
 PyTorch's CPU allocator, is measured.
 """
 
+import argparse
 import collections
 import copy
 import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -27,6 +35,8 @@ from lightning_ckpt.held import local
 Undo = Callable[[], None]
 
 _ENTERED = (nn.Module, Optimizer, LRScheduler, GradScaler)
+# Of the standard library, and yet nothing but the user's values under names.
+_HOLDERS = (SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 # Entered for its counters and generators only: its samples may be all of the host's memory.
 _DATA = (Dataset, Sampler)
 _NEVER = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, weakref.ReferenceType, DataLoader)
@@ -126,7 +136,15 @@ class Snapshot:
             return () if light and len(value) > _LONGEST_OF_DATA else self._container(value)
         if isinstance(value, tuple | frozenset):
             return () if light and len(value) > _LONGEST_OF_DATA else value
-        return self._container(vars(value)) if _is_entered(value, light) else ()
+        return self._attributes(value) if _is_entered(value, light) else ()
+
+    def _attributes(self, value: Any) -> Iterable[object]:
+        inside = list(self._container(vars(value))) if hasattr(value, "__dict__") else []
+        for slot in _slots(type(value)):
+            undo, held = _slot(value, slot)
+            self._undo.append(undo)
+            inside.append(held)
+        return inside
 
     def _container(self, value: Any) -> Iterable[object]:
         self._undo.append(_items(value))
@@ -139,11 +157,40 @@ class Snapshot:
 
 
 def _is_entered(value: Any, light: bool) -> bool:
-    if isinstance(value, _NEVER) or not hasattr(value, "__dict__"):
+    if isinstance(value, _NEVER):
         return False
     if isinstance(value, _DATA):
         return light
-    return isinstance(value, _ENTERED) or type(value).__module__.partition(".")[0] not in _FOREIGN
+    return isinstance(value, _ENTERED + _HOLDERS) or type(value).__module__.partition(".")[0] not in _FOREIGN
+
+
+def _slots(of: type) -> list[MemberDescriptorType]:
+    """What a class and its bases declare in `__slots__`."""
+    members = (member for each in of.__mro__ if "__slots__" in vars(each) for member in vars(each).values())
+    return [member for member in members if isinstance(member, MemberDescriptorType)]
+
+
+def _slot(owner: Any, slot: MemberDescriptorType) -> tuple[Undo, object]:
+    """How to put one slot back, and what it holds; None where it is empty."""
+    empty = object()
+
+    def held() -> Any:
+        try:
+            return slot.__get__(owner)
+        except AttributeError:
+            return empty
+
+    before = held()
+
+    def put() -> None:
+        if held() is before:
+            return
+        if before is empty:
+            slot.__delete__(owner)
+        else:
+            slot.__set__(owner, before)
+
+    return put, None if before is empty else before
 
 
 def _items(value: Any) -> Undo:

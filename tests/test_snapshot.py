@@ -2,6 +2,7 @@
 
 import collections
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,22 @@ class Counter:
         self.seen, self.sizes = 0, [1.0]
 
 
+class Slotted:
+    """One without a `__dict__`, whose second slot is empty at first."""
+
+    __slots__ = ("__late", "seen", "sizes")
+
+    def __init__(self) -> None:
+        self.seen, self.sizes = 0, [1.0]
+
+    def spoil(self) -> None:
+        self.seen, self.__late = 5, 1
+        self.sizes.append(2.0)
+
+    def __repr__(self) -> str:
+        return repr((self.seen, self.sizes, hasattr(self, "_Slotted__late")))
+
+
 class Model(nn.Module):
     """Every kind of state that a module can hold."""
 
@@ -36,7 +53,8 @@ class Model(nn.Module):
         self.names = {"a"}
         self.tally = collections.Counter({"x": 3})
         self.array = np.arange(3)
-        self.counter = Counter()
+        self.counter, self.slotted = Counter(), Slotted()
+        self.space, self.mapping = SimpleNamespace(seen=0), collections.UserDict({"seen": 0})
         self.rng, self.noise, self.dice = torch.Generator(), np.random.default_rng(0), random.Random(0)
         self.metric, self.auc = MeanMetric(), MetricCollection([BinaryAUROC()])
 
@@ -61,6 +79,8 @@ def spoil(model: Model) -> None:
     model.array[0] = 99
     model.counter.seen, model.counter.extra = 5, 1  # type: ignore[attr-defined]
     model.counter.sizes.append(2.0)
+    model.slotted.spoil()
+    model.space.seen, model.mapping["seen"] = 1, 1
     torch.rand(1, generator=model.rng), model.noise.random(), model.dice.random()
     model.metric.update(3.0)
     model.auc.update(torch.rand(4), torch.tensor([0, 1, 0, 1]))
@@ -79,6 +99,8 @@ def state(model: Model) -> dict[str, Any]:
         "flags": [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()],
         "others": repr({k: v for k, v in others.items() if k not in ("counter", "rng", "noise", "dice")}),
         "counter": repr(vars(model.counter)),
+        "slotted": repr(model.slotted),
+        "holders": repr((model.space, model.mapping)),
         "metric": repr(metric),
         "auc": repr([vars(m)["_update_count"] for m in model.auc.values()] + [model.auc["BinaryAUROC"].preds]),
         "rng": repr(rng),

@@ -104,7 +104,7 @@ class BatchSize:
         if self._handed is not None:
             return
         loaded = loaded_train_loaders(self._trainer)
-        if loaded is not None and self.size in map(batch_size_of, loaded.flattened):
+        if loaded is not None and self.size is not None and self.size in map(batch_size_of, loaded.flattened):
             self._loaders, made_at = loaded, self.size
         else:
             self._write(size)

@@ -25,7 +25,7 @@ from lightning_ckpt.callbacks._trainer_batches import (
     recount_batches,
     take_epoch_for_over,
 )
-from lightning_ckpt.callbacks._trial_report import TrialReport
+from lightning_ckpt.callbacks._trial_report import TrialReport, log_size
 from lightning_ckpt.callbacks._trials import USABLE, Trial, floor_of
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
@@ -344,8 +344,7 @@ class Growing:
                 f"BatchSizeTuner: a step with batches of {before} samples, the smallest allowed, peaked at "
                 f"{format_size(peak)}, and it may use {self._room}; training goes on with it"
             )
-        for logger in self._trainer.loggers:
-            logger.log_hyperparams({self._name: self.size})
+        log_size(self._trainer, self._name, self.size)
         if news in ("settled", "nothing fits"):
             title = f"Batch size: {self.size}, the largest measured within {self._room}"
             TrialReport(self._trials, self._room.limit, title).log(self._trainer, self.size)

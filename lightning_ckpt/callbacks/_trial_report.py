@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -69,6 +70,20 @@ class TrialReport:
             for each in self.trials
             for rate in [each.samples_per_second]
         ]
+
+
+def log_size(trainer: Trainer, name: str, size: int) -> None:
+    """Log the batch size as the hyperparameter of that name, over the initial value that Lightning logs.
+
+    A logger that takes no second value (MLflow's) keeps the first, with a warning: training has its size all the same.
+    """
+    for logger in trainer.loggers:
+        try:
+            logger.log_hyperparams({name: size})
+        except Exception as error:  # each service has its own
+            rank_zero_warn(
+                f"BatchSizeTuner: {type(logger).__name__} did not take {name}={size} as a hyperparameter: {error}"
+            )
 
 
 class SearchLine:

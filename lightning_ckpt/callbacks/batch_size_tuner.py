@@ -13,7 +13,7 @@ from lightning_ckpt.callbacks._growing import Growing
 from lightning_ckpt.callbacks._room import room_of
 from lightning_ckpt.callbacks._searching import Searching
 from lightning_ckpt.callbacks._trainer import OptimizerSetup, callbacks_of, has_training_to_do, set_callbacks
-from lightning_ckpt.callbacks._trial_report import TrialReport
+from lightning_ckpt.callbacks._trial_report import TrialReport, log_size
 from lightning_ckpt.callbacks._trials import Trial
 from lightning_ckpt.callbacks._tuner_options import TunerOptions
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
@@ -223,8 +223,7 @@ class BatchSizeTuner(Callback):
                 return
         # Not earlier: Lightning logs the hyperparameters' initial values right after `on_fit_start`.
         if self.batch_size is not None:
-            for logger in trainer.loggers:
-                logger.log_hyperparams({self.options.batch_arg_name: self.batch_size})
+            log_size(trainer, self.options.batch_arg_name, self.batch_size)
             if self._found is not None:
                 self._found.log(trainer, self.batch_size)
         self._found = None

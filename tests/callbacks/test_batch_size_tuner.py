@@ -364,6 +364,16 @@ def test_the_size_among_the_hyperparameters_is_found_logged_and_saved(meter: Met
     assert saved["hyper_parameters"]["batch_size"] == 40
 
 
+def test_a_size_that_was_left_open_is_filled(meter: Meter, tmp_path: Path) -> None:
+    """None in the module, whose loader then gives single samples: these are no batches to try."""
+    module = Net()
+    module.batch_size = None  # type: ignore[assignment]
+    tuner = BatchSizeTuner()
+    run(module, [tuner], tmp_path)
+    assert tuner.batch_size == module.batch_size == 40
+    assert set(meter.sizes[len(tuner.trials) + 1 :]) == {40}
+
+
 def test_another_name_for_the_size(meter: Meter, tmp_path: Path) -> None:
     class Other(Net):
         def __init__(self) -> None:

@@ -124,6 +124,26 @@ def test_a_file_of_rows_has_one_of_the_search(meter: Meter, tmp_path: Path) -> N
     ]
 
 
+class FirstValues(CSVLogger):
+    """Takes one value of a hyperparameter and no other, as MLflow does."""
+
+    def log_hyperparams(self, params: Any) -> None:  # type: ignore[override]
+        for name, value in dict(params).items():
+            if self.experiment.hparams.setdefault(name, value) != value:
+                raise RuntimeError("Changing param values is not allowed")
+
+
+@pytest.mark.parametrize("mode", ["search", "grow"])
+def test_a_logger_that_keeps_the_first_value_ends_no_run(mode: Any, meter: Meter, tmp_path: Path) -> None:
+    """It is said that the found size is not among its hyperparameters, and training has that size."""
+    logger = FirstValues(tmp_path)
+    logger.log_hyperparams({"batch_size": 2})
+    tuner = BatchSizeTuner(mode)
+    with pytest.warns(UserWarning, match="FirstValues did not take batch_size=14 as a hyperparameter: Changing param"):
+        running = fit(meter, [tuner], logger, max_epochs=6)
+    assert tuner.batch_size == running.train_dataloader.batch_size == 14
+
+
 def test_a_resumed_run_logs_where_it_goes_on(meter: Meter, tmp_path: Path) -> None:
     """Not back at the first step, where a chart would jump."""
     fit(meter, [BatchSizeTuner()], False).save_checkpoint(tmp_path / "half.ckpt")
