@@ -19,6 +19,12 @@ _TEXTS = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 
+# What kernels say to more work than they can be launched for or index; and oneDNN's, where it gets no memory.
+_REFUSALS = re.compile(
+    r"\binvalid configuration argument\b|\bcanUse32BitIndexMath\b|\bcould not create a primitive\b(?! descriptor)",
+    re.IGNORECASE,
+)
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether `error` means that memory ran out, on an accelerator or on the host.
@@ -28,6 +34,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     that was raised from, or while handling, one of these. `KeyboardInterrupt` and its like never are.
     """
     return isinstance(error, Exception) and any(map(_says_so, _chain(error)))
+
+
+def is_refused_by_a_kernel(error: BaseException) -> bool:
+    """Tell whether a kernel did not take the work it was given.
+
+    Where it has taken less of the same, it was too much; or else the work may be wrong whatever its amount.
+    """
+    return any(isinstance(link, RuntimeError) and _REFUSALS.search(str(link)) for link in _chain(error))
 
 
 def release(error: BaseException) -> None:

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from lightning_ckpt.oom import is_out_of_memory, release
+from lightning_ckpt.oom import is_out_of_memory, is_refused_by_a_kernel, release
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("any text"),
@@ -49,6 +49,24 @@ def test_every_way_of_saying_out_of_memory_is_understood(error: BaseException) -
 @pytest.mark.parametrize("error", SOMETHING_ELSE, ids=repr)
 def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("CUDA error: invalid configuration argument", True),
+        ("Expected canUse32BitIndexMath(input) && canUse32BitIndexMath(output) to be true, but got false.", True),
+        ("could not create a primitive", True),
+        ("could not create a primitive descriptor for the matmul primitive", False),
+        ("CUDA error: invalid argument", False),
+        ("CUDA out of memory.", False),
+    ],
+)
+def test_a_kernels_refusal_is_told_from_other_errors(text: str, refused: bool) -> None:
+    """Where it is raised from another one too."""
+    assert is_refused_by_a_kernel(RuntimeError(text)) == refused
+    assert is_refused_by_a_kernel(raised(ValueError("outer"), RuntimeError(text), how="from")) == refused
+    assert not is_refused_by_a_kernel(ValueError(text))
 
 
 def raised(outer: BaseException, inner: BaseException, *, how: str) -> BaseException:

@@ -28,7 +28,7 @@ from lightning_ckpt.callbacks._trainer import (
 )
 from lightning_ckpt.held import bytes_held, tensors_of
 from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
-from lightning_ckpt.oom import is_out_of_memory, release
+from lightning_ckpt.oom import is_out_of_memory, is_refused_by_a_kernel, release
 from lightning_ckpt.search import Measurement, Phase
 from lightning_ckpt.snapshot import Snapshot
 
@@ -50,7 +50,8 @@ class Trial:
         size: samples in the batch.
         peak: highest memory of the step in bytes; where memory ran out, what it had reached.
         seconds: time of the measured step, the fastest where several were; where memory ran out, until it did.
-        outcome: whether the step was within the target, above it, ran out of memory, or ran under a memory plan.
+        outcome: whether the step was within the target, above it, ran out of memory (or of what a kernel can be
+            launched for), or ran under a memory plan.
     """
 
     size: int
@@ -92,7 +93,7 @@ class Trials:
         self._reader = Interval(reader_for(self._device))
         self._on_host = isinstance(self._reader.reader, HostReader)
         self._phases = Phases(self._reader.reader)
-        self._warm = False
+        self._warm = self._has_run = False
         self._drawn: Snapshot | None = None
         self.copies = self.floor = self._gradients = 0
         self.decisive = range(2**62)
@@ -134,7 +135,8 @@ class Trials:
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
 
-        Further ones where several are timed, and a validation batch where one is wanted.
+        Further ones where several are timed, and a validation batch where one is wanted. Where memory ran out within
+        the target, somebody else has held it, perhaps only then: the step is tried once more.
 
         Returns:
             What was measured, and the seconds it took.
@@ -144,6 +146,8 @@ class Trials:
         """
         started, self.highest_in = perf_counter(), "step"
         taken = self._unless_out_of_memory(lambda: self._step(size))
+        if taken is None and self.alone and self._peak() < self.decisive.stop:
+            taken = self._unless_out_of_memory(lambda: self._step(size))
         if taken is None:
             return Measurement(size, self._peak(), out_of_memory=True), perf_counter() - started
         return taken
@@ -152,7 +156,8 @@ class Trials:
         try:
             return steps()
         except Exception as error:
-            if not is_out_of_memory(error):
+            too_much = self._has_run and self.alone and is_refused_by_a_kernel(error)
+            if not (too_much or is_out_of_memory(error)):
                 raise
             release(error)
         # Cleaned up here, where the exception is gone and with it what it held.
@@ -220,6 +225,7 @@ class Trials:
         before = _held(self._trainer)
         step()
         self._warm, after = True, _held(self._trainer)
+        self._has_run = True
         self.floor = floor_of(self._trainer, at_rest=self._at_rest, now=self._resting())
         if not self._trainer.lightning_module.automatic_optimization:  # who knows when gradients are let go
             return None

@@ -630,6 +630,9 @@ ALIVE: list[bool] = []
         RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("XPU out of memory."),
         MemoryError(),
+        RuntimeError("CUDA error: invalid configuration argument"),
+        RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false."),
+        RuntimeError("could not create a primitive"),
     ],
     ids=repr,
 )
@@ -652,6 +655,32 @@ def test_running_out_of_memory_bounds_the_search_and_leaves_nothing(
     second.batch_size = tuner.batch_size or 0
     _, plain = run(second, [], tmp_path / "b")
     assert_same(ours, plain)
+
+
+def test_what_no_size_has_passed_is_not_taken_for_too_much(meter: Meter, tmp_path: Path) -> None:
+    """A kernel's refusal of the first size: it may refuse every size."""
+    error = RuntimeError("CUDA error: invalid configuration argument")
+    with pytest.raises(RuntimeError, match="invalid configuration argument"):
+        run(Limited(50, error=error), [BatchSizeTuner(init_val=60)], tmp_path)
+
+
+def test_memory_that_others_held_for_once_bounds_nothing(meter: Meter, tmp_path: Path) -> None:
+    """Two steps fail, of two sizes and well within the target: each is tried once more, and the largest size found."""
+    failed: set[int] = set()
+
+    class Fluke(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            if len(batch[0]) > 10 and len(batch[0]) not in failed and len(failed) < 2:
+                failed.add(len(batch[0]))
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+    tuner = BatchSizeTuner(init_val=12)
+    run(Fluke(), [tuner], tmp_path)
+    assert len(failed) == 2
+    assert tuner.batch_size == 40
+    assert {trial.outcome for trial in tuner.trials} == {"fits"}
 
 
 def test_a_size_far_too_large_at_the_start_goes_down(meter: Meter, tmp_path: Path) -> None:
