@@ -7,6 +7,7 @@ the plan that the planner makes for it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -65,10 +66,16 @@ class Pair:
         self._policy = MemoryBudget(budget + trials.copies)
 
     def try_sizes(self, search: Search, largest: int) -> list[Paired]:
-        """Measure sizes from `largest` downwards, until smaller ones are no faster or nothing is left to replay."""
+        """Measure sizes from `largest` downwards, until smaller ones are no faster or nothing is left to replay.
+
+        A size whose plan runs out of memory is passed over.
+        """
         tried: list[Paired] = []
         for size in _sizes(search, largest):
-            paired = self._try(size)
+            taken = self._trials.unless_out_of_memory(partial(self._tries, size))
+            if taken is None:
+                continue
+            (paired,) = taken
             if paired is None:
                 break
             tried.append(paired)
@@ -76,6 +83,9 @@ class Pair:
             if len(tried) - 1 - best >= _PATIENCE or not paired.plan.seconds:
                 break
         return tried
+
+    def _tries(self, size: int) -> tuple[Paired | None]:
+        return (self._try(size),)
 
     def _try(self, size: int) -> Paired | None:
         """One size under its plan; None where no plan was made."""

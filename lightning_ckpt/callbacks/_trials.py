@@ -129,7 +129,7 @@ class Trials:
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        taken = self._unless_out_of_memory(lambda: (self._first_step(size),))
+        taken = self.unless_out_of_memory(lambda: (self._first_step(size),))
         return Measurement(size, self._peak(), out_of_memory=True) if taken is None else taken[0]
 
     def run(self, size: int) -> tuple[Measurement, float]:
@@ -145,14 +145,19 @@ class Trials:
             Exception: whatever the step raises, except running out of memory.
         """
         started, self.highest_in = perf_counter(), "step"
-        taken = self._unless_out_of_memory(lambda: self._step(size))
+        taken = self.unless_out_of_memory(lambda: self._step(size))
         if taken is None and self.alone and self._peak() < self.decisive.stop:
-            taken = self._unless_out_of_memory(lambda: self._step(size))
+            taken = self.unless_out_of_memory(lambda: self._step(size))
         if taken is None:
             return Measurement(size, self._peak(), out_of_memory=True), perf_counter() - started
         return taken
 
-    def _unless_out_of_memory(self, steps: Callable[[], _T]) -> _T | None:
+    def unless_out_of_memory(self, steps: Callable[[], _T]) -> _T | None:
+        """What steps return; None where memory ran out, after which all is as it was before.
+
+        Raises:
+            Exception: whatever else they raise.
+        """
         try:
             return steps()
         except Exception as error:

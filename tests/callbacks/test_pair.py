@@ -112,6 +112,36 @@ def test_training_is_that_with_the_size_set_by_hand(monkeypatch: pytest.MonkeyPa
     assert not differences(left, fit(by_hand, max_epochs=2))
 
 
+class RunsOut(Many):
+    """Runs out of memory when a size is taken for the second time, which is when its plan is made."""
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        size = len(batch["input_ids"])
+        SEEN.append(size)
+        if size > 8 and SEEN.count(size) == 2 and not FAILED:
+            FAILED.append(size)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(batch, *args)
+
+
+SEEN: list[int] = []
+FAILED: list[int] = []
+
+
+def test_a_plan_that_runs_out_of_memory_is_passed_over() -> None:
+    """The size is not settled; a smaller one is, under its plan, and training goes through."""
+    SEEN.clear()
+    FAILED.clear()
+    with AllocatorReader(limit=LIMIT) as reader, use_reader(reader):
+        planner, tuner, module = ActivationCheckpointing(MemoryBudget(0.9), monitor=False), BatchSizeTuner(), RunsOut()
+        fit(module, [planner, tuner], max_epochs=1)
+    fitting = max(trial.size for trial in tuner.trials if trial.outcome == "fits")
+    assert [fitting] == FAILED
+    assert tuner.batch_size == module.batch_size in sizes_planned(tuner)
+    assert fitting not in sizes_planned(tuner)
+    assert planner.plan is not None
+
+
 def test_training_starts_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is spent on a profile: the first one runs the plan, under its budget."""
     timed_as(monkeypatch, lambda size: size**2)
