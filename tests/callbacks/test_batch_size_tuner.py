@@ -773,6 +773,24 @@ def test_a_resumed_run_uses_the_saved_size_after_one_trial(meter: Meter, tmp_pat
     assert_same(*results)
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("known", [True, False], ids=["with its size", "of a run without a tuner"])
+def test_a_run_resumed_within_an_epoch_takes_trials_there(known: bool, meter: Meter, tmp_path: Path) -> None:
+    """Trials take steps, nothing of them is counted, and what is left of the run is as with the size set by hand."""
+    results, tuner = [], BatchSizeTuner()
+    for size, second in ((8, [tuner]), (40, [])):
+        torch.manual_seed(5)
+        folder = tmp_path / str(size)
+        first = [BatchSizeTuner()] if known and second else []
+        started, _ = run(Plateau(size if known else 40), first, folder / "first", max_steps=6)
+        started.save_checkpoint(folder / "within.ckpt")
+        trainer, left = run(Plateau(size), second, folder / "second", ckpt_path=folder / "within.ckpt", max_epochs=2)
+        results.append(left | {"global step": trainer.global_step})
+    assert tuner.batch_size == 40
+    assert [trial.size for trial in tuner.trials] == ([40, 40] if known else [40])
+    assert_same(*results)
+
+
 def test_a_saved_size_that_no_longer_fits_is_searched_anew(meter: Meter, tmp_path: Path) -> None:
     started, _ = run(Plateau(), [BatchSizeTuner()], tmp_path / "a", max_epochs=1)
     started.save_checkpoint(tmp_path / "half.ckpt")
