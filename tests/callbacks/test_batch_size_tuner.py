@@ -561,6 +561,7 @@ def test_a_batch_is_never_larger_than_the_data(drop_last: bool, tmp_path: Path) 
     with use_reader(Meter(lambda size: 10, limit=10**6)):
         trainer, _ = run(Net(), [tuner], tmp_path, loaders=loader, max_epochs=1)
     assert tuner.batch_size == 100
+    assert len(tuner.trials) <= 4
     assert trainer.global_step == 1
 
 
