@@ -157,7 +157,7 @@ class Search:
         most = min(self._bound(lower), self.allowed.largest, self._end(last, upper))
         if least is None or least > most or last >= _CLOSE_ENOUGH * most:
             return None
-        reach = self._between(lower, upper[0], most, floor) if upper else self._beyond(lower, floor)
+        reach = self._between(lower, upper, most, floor) if upper else self._beyond(lower, floor)
         if not upper and len(lower) >= _MANY and reach >= _NEAR * most:
             reach = most * (_SHORT_OF_BOUND if self._bound(lower[:-1]) > _MOVED * most else 1)
         elif not upper and reach >= _CLOSE_ENOUGH * most:  # the search would end there and leave the rest untried
@@ -200,14 +200,15 @@ class Search:
         """No size above this fits."""
         return min(bound(curve, self.target) for curve in _curves(lower))
 
-    def _between(self, lower: Sequence[Measurement], above: Measurement, most: float, floor: int) -> float:
+    def _between(self, lower: Sequence[Measurement], upper: Sequence[Measurement], most: float, floor: int) -> float:
         """A size between one that fits and one that is too large."""
-        below = lower[-1].size
+        below, above = lower[-1].size, upper[0]
         middle = math.sqrt(below * most)
         if not above.out_of_memory:
             chord = self._chord(lower[-1], above)
-            if chord >= _CLOSE_ENOUGH * above.size:  # one step down from a noisy meter's too large is still too large
-                chord = min(chord, _SAFELY_BELOW * above.size)
+            if chord >= _CLOSE_ENOUGH * above.size:
+                # One step down from a noisy meter's too large is still too large; where several were, further down.
+                chord = min(chord, _SAFELY_BELOW**2 ** (len(upper) - 1) * above.size)
             return chord if chord >= _LEAST_GAIN * below else middle
         # Its peak is unknown, so there is no chord. A line that promised more than there was is not to be trusted.
         return max(middle, self._beyond(lower, floor)) if most < self._end(below, (above,)) else middle

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ckpt import StepMonitor
-from lightning_ckpt.memory import GIB, use_reader
+from lightning_ckpt.memory import GIB, AllocatorReader, Interval, use_reader
 
 FETCH, STEP, VALIDATION, SAVING = 0.25, 0.5, 100.0, 1000.0
 """Seconds on the injected clock: binary fractions, so that sums are exact."""
@@ -160,3 +160,17 @@ def fit(
         module = Module(clock, meter) if module is None else module
         trainer([monitor or StepMonitor(), *callbacks], logger, **options).fit(module, loader, loader)
     return logger
+
+
+class Peaks(Callback):
+    """Notes the peak of each training step, as the reader of the test tells it."""
+
+    def __init__(self, reader: AllocatorReader) -> None:
+        self.interval = Interval(reader)
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.interval.reset_peak()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(self.interval.peak())

@@ -1,6 +1,5 @@
 """What blocks let go, against the memory of plain and checkpointed passes; what replays take, against their clocks."""
 
-import statistics
 import time
 from collections.abc import Callable
 from itertools import count, pairwise
@@ -195,7 +194,7 @@ class Waits(nn.Module):
 
 
 def test_replays_take_what_checkpointing_adds() -> None:
-    """Twelve equal blocks: the time of replays is within 10 % of the difference between the two steps.
+    """Twelve equal blocks: the time of replays is within 10 % of the difference between the two steps, by the shortest.
 
     The blocks wait rather than compute: a plain step that computes loses time to cold caches and fresh pages that a
     checkpointed one saves, which is no part of its replays.
@@ -208,9 +207,9 @@ def test_replays_take_what_checkpointing_adds() -> None:
         model(torch.randn(4, 8)).sum().backward()
         return time.perf_counter() - begun
 
-    added, replays = [], []
-    for _ in range(7):
-        without = seconds(plain)
-        added.append(seconds(ours) - without)
+    without, checkpointed, replays = [], [], []
+    for _ in range(9):
+        without.append(seconds(plain))
+        checkpointed.append(seconds(ours))
         replays.append(sum(end - begin for begin, end in meter.take().spans))
-    assert statistics.median(replays) == pytest.approx(statistics.median(added), rel=0.1)
+    assert min(replays) == pytest.approx(min(checkpointed) - min(without), rel=0.1)

@@ -104,5 +104,6 @@ class Growth:
             return None if told else "can't shrink"
         # The peak is convex in the size, so it lies below the chord from the floor to this step.
         share = (self.target - self.floor) / (peak - self.floor) if self.floor < self.target else 0
-        self.size = min(below, self._search.nearest(self.size * share))
+        # By no more than half at once: what else the peak is made of, a smaller batch does not change.
+        self.size = min(below, self._search.nearest(self.size * max(share, 0.5)))
         return "shrunk"

@@ -68,7 +68,7 @@ class Pair:
     def try_sizes(self, search: Search, largest: int) -> list[Paired]:
         """Measure sizes from `largest` downwards, until smaller ones are no faster or nothing is left to replay.
 
-        A size whose plan runs out of memory is passed over.
+        A size that no plan keeps to the budget is passed over, and so is one that runs out of memory.
         """
         tried: list[Paired] = []
         for size in _sizes(search, largest):
@@ -78,6 +78,8 @@ class Pair:
             (paired,) = taken
             if paired is None:
                 break
+            if paired.plan.peak > paired.plan.budget:
+                continue
             tried.append(paired)
             best = max(range(len(tried)), key=lambda place: tried[place].rate)
             if len(tried) - 1 - best >= _PATIENCE or not paired.plan.seconds:
@@ -105,7 +107,8 @@ class Pair:
                 self._handle.treat({})
         if plan is None:
             return None
-        plan = replace(plan, peak=plan.peak - self._trials.copies)
+        copies = self._trials.copies
+        plan = replace(plan, peak=plan.peak - copies, budget=plan.budget - copies)
         return Paired(Trial(size, plan.peak, seconds, "planned"), plan)
 
 

@@ -145,7 +145,9 @@ class Searching:
     def _with_a_plan(self, trials: Trials, room: Room, largest: int) -> int:
         """Beside a planner: the size that is fastest under its own plan, which training then starts with."""
         for planner in callbacks_of(self._trainer):
-            to_plan = planner.to_plan(self._module) if isinstance(planner, ActivationCheckpointing) else None
+            if not isinstance(planner, ActivationCheckpointing):
+                continue
+            to_plan = planner.to_plan(self._module)
             if to_plan is None:
                 continue
             if self._trainer.world_size > 1:
@@ -155,12 +157,13 @@ class Searching:
                 )
                 return largest
             handle, policy = to_plan
-            pair = Pair(self._trainer, self._module, trials, handle, min(room.target, policy.nbytes(room.limit)))
+            budget = min(room.target, policy.nbytes(room.limit))
+            pair = Pair(self._trainer, self._module, trials, handle, budget)
             tried = pair.try_sizes(self._search(room.target, self._place.most_samples), largest)
-            if tried:
-                best = max(tried, key=lambda paired: paired.rate)
-                self.trials += [paired.trial for paired in tried]
-                planner.load_state_dict({"plan": best.plan.to_json()})
+            best = max(tried, key=lambda paired: paired.rate, default=None)
+            planner.keep_to(budget, best.plan if best else None)
+            self.trials += [paired.trial for paired in tried]
+            if best:
                 self._paired = True
                 return best.trial.size
         return largest
@@ -178,12 +181,23 @@ class Searching:
     @rank_zero_only
     def _tell(self, size: int, report: TrialReport) -> None:
         Console().print(report.table())
+        searched = [trial for trial in self.trials if trial.outcome != "planned"]
+        if len(searched) >= self._options.max_trials:
+            rank_zero_info(
+                f"BatchSizeTuner: max_trials={self._options.max_trials} are used up, so that sizes above "
+                f"{max(trial.size for trial in searched if trial.outcome == 'fits')} may fit too"
+            )
+        if self._known not in (None, size):
+            rank_zero_info(
+                f"BatchSizeTuner: the batch size of {self._known}, settled before, no longer fits: {size} does"
+            )
         ranks, accumulated = data_ranks(self._trainer), self._trainer.accumulate_grad_batches
-        before = self._place.size
+        before = self._known or self._place.size
         if self._global_batch:
             rank_zero_info(
                 f"BatchSizeTuner: an optimizer step takes {self._global_batch.samples} samples, as asked: "
-                f"{accumulated} batches of {size} on {ranks} ranks"
+                f"batch size {size}, accumulated {accumulated} times, on {ranks} "
+                f"{'process' if ranks == 1 else 'processes'}; at an epoch's end it takes what is left of the data"
             )
         elif before != size:
             was = "" if before is None else f", not {before * accumulated * ranks} as before"

@@ -141,6 +141,11 @@ def request_train_loaders(trainer: Trainer) -> Any:
     return _request_dataloader(trainer.fit_loop._data_source)
 
 
+def loaded_checkpoint(trainer: Trainer) -> Any:
+    """The checkpoint a run resumes from, which Lightning holds until it has put all of it back."""
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
 def loaded_train_loaders(trainer: Trainer) -> CombinedLoader | None:
     """The loaders already loaded, which happens early where the number of batches is asked for; None before."""
     return trainer.fit_loop._combined_loader

@@ -41,7 +41,7 @@ class TrialReport:
         """The trials as a person reads them."""
         table = Table("Batch size", "Peak", "Of the limit", "Step", "Samples/s", "Outcome", title=self.title)
         for trial in self.trials:
-            rate = f"{trial.samples_per_second:.3g}" if trial.samples_per_second else ""
+            rate = _rate(trial.samples_per_second) if trial.samples_per_second else ""
             share = f"{trial.peak / self.limit:.1%}"
             table.add_row(
                 f"{trial.size}", format_size(trial.peak), share, f"{trial.seconds:.3g} s", rate, trial.outcome
@@ -125,3 +125,7 @@ def _sizes(trainer: Trainer, size: int) -> dict[str, float]:
     """The keys of `StepMonitor`, with its meaning: samples of a batch, and of an optimizer step over all ranks."""
     batches = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
     return {"batch_size/per_device": float(size), "batch_size/global": float(size * batches * data_ranks(trainer))}
+
+
+def _rate(samples_per_second: float) -> str:
+    return f"{samples_per_second:,.0f}" if samples_per_second >= 100 else f"{samples_per_second:.3g}"

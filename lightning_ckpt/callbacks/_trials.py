@@ -18,6 +18,7 @@ from lightning_ckpt.callbacks._phases import Held, Phases
 from lightning_ckpt.callbacks._trainer import (
     by_itself,
     datamodule_of,
+    loaded_checkpoint,
     optimizer_steps,
     optimizer_wrappers,
     scaler_of,
@@ -105,7 +106,8 @@ class Trials:
             _changed_by_a_step(self._trainer), data=[datamodule_of(self._trainer)], device=self._device
         )
         # A resident size counts everything; an allocator's counters don't see memory that is not theirs.
-        self.copies = self._state.nbytes if self._on_host else 0
+        resumed = bytes_held(tensors_of(loaded_checkpoint(self._trainer)))
+        self.copies = self._state.nbytes + resumed if self._on_host else 0
         self._at_rest = self._resting()
         return self
 

@@ -89,6 +89,7 @@ class ActivationCheckpointing(Callback):
         self._budget_run: BudgetRun | None = None
         self._compiled_run: CompiledRun | None = None
         self._last_plan: BudgetPlan | None = None
+        self._budget: int | None = None
         self._known: dict[str, Any] | None = None
 
     @property
@@ -135,6 +136,8 @@ class ActivationCheckpointing(Callback):
     def _plan(self, trainer: Trainer, pl_module: LightningModule, policy: MemoryBudget) -> None:
         assert self._handle is not None
         known, self._known = self._known, None
+        if self._budget is not None:
+            policy = MemoryBudget(self._budget)
         self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, known)
 
     def to_plan(self, pl_module: LightningModule) -> tuple[CheckpointedBlocks, MemoryBudget] | None:
@@ -145,6 +148,10 @@ class ActivationCheckpointing(Callback):
         if is_compiled_whole(pl_module) or all_compiled(pl_module, self._handle.blocks):
             return None
         return self._handle, policy
+
+    def keep_to(self, budget: int, plan: BudgetPlan | None) -> None:
+        """Let training keep to a budget in bytes, whatever the policy would allow, and start with a plan for it."""
+        self._known, self._budget = plan.to_json() if plan else None, budget
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._budget_run:
@@ -178,10 +185,11 @@ class ActivationCheckpointing(Callback):
     def state_dict(self) -> dict[str, Any]:
         last = self._last_plan.to_json() if self._last_plan else None
         known = self._budget_run.state() if self._budget_run else self._known or last
-        return {"plan": known} if known else {}
+        budget = {} if self._budget is None else {"budget": self._budget}
+        return {"plan": known, **budget} if known else budget
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._known = state_dict.get("plan")
+        self._known, self._budget = state_dict.get("plan"), state_dict.get("budget")
 
     @property
     def state_key(self) -> str:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import MeanMetric
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner
+from lightning_ckpt.callbacks._trials import Trials
 from lightning_ckpt.memory import AllocatorReader, use_reader
 from lightning_ckpt.search import NothingFits
 
@@ -792,6 +794,26 @@ def test_a_run_resumed_within_an_epoch_takes_trials_there(known: bool, meter: Me
     assert_same(*results)
 
 
+def test_the_checkpoint_a_run_resumes_from_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Lightning holds it while trials run, and lets it go before training: a resident size would count it."""
+    copies: list[int] = []
+    enter = Trials.__enter__
+
+    def entering(trials: Trials) -> Trials:
+        enter(trials)
+        copies.append(trials.copies)
+        return trials
+
+    monkeypatch.setattr(Trials, "__enter__", entering)
+    tuner = partial(BatchSizeTuner, max_val=4)
+    started, _ = run(Plateau(), [tuner()], tmp_path / "first", max_epochs=1)
+    started.save_checkpoint(tmp_path / "half.ckpt")
+    run(Plateau(), [tuner()], tmp_path / "second", ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    weights = sum(weight.nbytes for weight in saved["state_dict"].values())
+    assert copies[1] >= copies[0] + weights  # and the optimizer's state
+
+
 def test_a_saved_size_that_no_longer_fits_is_searched_anew(meter: Meter, tmp_path: Path) -> None:
     started, _ = run(Plateau(), [BatchSizeTuner()], tmp_path / "a", max_epochs=1)
     started.save_checkpoint(tmp_path / "half.ckpt")
@@ -863,7 +885,7 @@ def test_an_optimizer_step_takes_the_samples_that_were_asked_for(
         trainer, ours = run(Net(), [tuner], tmp_path / "ours")
     assert tuner.batch_size == size
     assert all(samples % trial.size == 0 for trial in tuner.trials)
-    assert f"{count} batches of {size} on 1 ranks" in caplog.text
+    assert f"batch size {size}, accumulated {count} times, on 1 process;" in caplog.text
     assert trainer.accumulate_grad_batches == 1  # as the user had it
     _, plain = run(Net(size), [], tmp_path / "plain", accumulate_grad_batches=count)
     limits, by_hand = ours.pop("limits"), plain.pop("limits")

@@ -89,6 +89,13 @@ def test_a_size_shrinks_among_those_allowed_and_says_once_that_it_can_not() -> N
     assert growth.step(TARGET + 1, full=True) is None
 
 
+def test_a_size_shrinks_by_no_more_than_half_at_once() -> None:
+    """A peak far above the target may be made of something else, which a smaller batch does not change."""
+    growth = Growth(Search(TARGET), size=64, settled=True)
+    assert growth.step(100 * TARGET, full=True) == "shrunk"
+    assert growth.size == 32
+
+
 def test_where_not_even_the_smallest_size_fits_training_goes_on_with_it() -> None:
     growth = Growth(Search(TARGET), size=8)
     assert [growth.step(TARGET + 1, full=True) for _ in range(3)] == ["measured", "measured", "nothing fits"]

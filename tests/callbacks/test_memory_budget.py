@@ -15,24 +15,10 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from lightning_ckpt import ActivationCheckpointing, MemoryBudget, StepMonitor
-from lightning_ckpt.memory import AllocatorReader, HostReader, Interval, use_reader
+from lightning_ckpt.memory import AllocatorReader, HostReader, use_reader
 from modules import Adversaries, Images, Language, differences, fit, trainer
-from recording import Rowed
+from recording import Peaks, Rowed
 from two_ranks import on_two_ranks
-
-
-class Peaks(Callback):
-    """Notes the peak of each training step, as the reader of the test tells it."""
-
-    def __init__(self, reader: AllocatorReader) -> None:
-        self.interval = Interval(reader)
-        self.seen: list[int] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.interval.reset_peak()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append(self.interval.peak())
 
 
 @contextmanager

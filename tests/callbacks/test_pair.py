@@ -12,6 +12,7 @@ from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, MemoryBudget
 from lightning_ckpt.callbacks._trials import Trials
 from lightning_ckpt.memory import AllocatorReader, use_reader
 from modules import Language, differences, fit
+from recording import Peaks
 
 LIMIT = 700_000
 
@@ -163,3 +164,20 @@ def test_a_second_fit_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(module, [planner, tuner], max_epochs=1)
     assert tuner.batch_size == size
     assert len(tuner.trials) == before + 1
+
+
+def test_the_tuners_limit_binds_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner, by itself, would fill ten times as much; what it was given stays for a later fit too."""
+    timed_as(monkeypatch, lambda size: 1.0)
+    with AllocatorReader(limit=10 * LIMIT) as reader, use_reader(reader):
+        planner, tuner = ActivationCheckpointing(MemoryBudget(0.9), monitor=False), BatchSizeTuner(memory_limit=LIMIT)
+        peaks, module = Peaks(reader), Many()
+        fit(module, [planner, tuner, peaks], max_epochs=2)
+        state = planner.state_dict()
+        assert state["budget"] == int(0.9 * LIMIT)
+        assert max(peaks.seen) <= state["budget"]
+        fit(module, [planner, tuner, peaks], max_epochs=2)
+        assert max(peaks.seen) <= state["budget"]
+        resumed = ActivationCheckpointing(MemoryBudget(0.9), monitor=False)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state

@@ -100,6 +100,6 @@ def test_validation_that_fails_on_one_rank_bounds_both(tmp_path: Path) -> None:
 def test_the_slower_rank_decides_about_the_plateau(tmp_path: Path) -> None:
     """On the first rank samples per second grow for ever; the second's level off, and it is waited for in training."""
     size, trials, _ = on_both({"stop_at_plateau": 0.1}, tmp_path)
-    assert [tried for tried, _, _ in trials] == [2, 4, 16, 64]
-    assert size == 64
-    assert [seconds for _, _, seconds in trials] == [(1 + tried) / 64 for tried in (2, 4, 16, 64)]
+    assert [tried for tried, _, _ in trials] == [2, 8, 32]
+    assert size == 32
+    assert [seconds for _, _, seconds in trials] == [(1 + tried) / 64 for tried in (2, 8, 32)]

@@ -307,7 +307,7 @@ class Teacher(Block):
 
     def __init__(self) -> None:
         super().__init__(lambda block, x: x + self.answer(x))
-        self.weight = nn.Parameter(torch.randn(WIDTH, 40_000) * 0.001, requires_grad=False)
+        self.weight = nn.Parameter(torch.randn(WIDTH, 160_000) * 0.0005, requires_grad=False)
 
     @torch.no_grad()
     def answer(self, x: Tensor) -> Tensor:
