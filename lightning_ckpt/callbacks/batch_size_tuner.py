@@ -44,6 +44,10 @@ class BatchSizeTuner(Callback):
     twice in it, so that the size is on the safe side. Where ranks share the parts of a model (FSDP2) they wait for one
     another within a step, and an out-of-memory error ends the run, with what to do; sizes grow so that there is none.
 
+    Beside `ActivationCheckpointing("auto")`, in a single process, size and memory plan are chosen together: of the sizes
+    that fit, each tried under its own plan, the one with the most samples per second. Training starts with that plan and
+    keeps to the room both were chosen for.
+
     A settled size is saved in checkpoints. A resumed run, and another `fit` with the same callback, use it after one
     trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
     `fast_dev_run` nothing is done.
@@ -73,7 +77,7 @@ class BatchSizeTuner(Callback):
         multiple_of: settle on a multiple of this.
         memory_limit: memory to fill, in bytes or as `"40GiB"`; `None` for what the device, or on a machine without one
             the process, can hold.
-        max_trials: most sizes to try.
+        max_trials: most sizes to try, not counting those tried under a plan; in `"grow"` most sizes to measure.
         global_batch_size: samples of an optimizer step, over all processes and micro-batches, to be kept whatever the
             batch size: sizes tried divide it, and `accumulate_grad_batches` follows. `None` lets the step grow with the
             batch, which one line in the log says.
