@@ -44,9 +44,9 @@ class BatchSizeTuner(Callback):
     twice in it, so that the size is on the safe side. Where ranks share the parts of a model (FSDP2) they wait for one
     another within a step, and an out-of-memory error ends the run, with what to do; sizes grow so that there is none.
 
-    Beside `ActivationCheckpointing("auto")`, in a single process, size and memory plan are chosen together: of the sizes
-    that fit, each tried under its own plan, the one with the most samples per second. Training starts with that plan and
-    keeps to the room both were chosen for.
+    Beside `ActivationCheckpointing("auto")`, in a single process, size and memory plan are chosen together: of the
+    sizes that fit, each tried under its own plan, the one with the most samples per second. Training starts with that
+    plan and keeps to the room both were chosen for.
 
     A settled size is saved in checkpoints. A resumed run, and another `fit` with the same callback, use it after one
     trial has shown that it still fits, and search only if it doesn't; a new callback searches anew. With
