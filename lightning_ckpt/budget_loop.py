@@ -35,6 +35,8 @@ _ROUNDS = 4
 _SHORTER = 0.98
 # Share of the budget that a plan leaves: a step's peak also depends on where small tensors happen to lie in time.
 _MARGIN = 0.001
+# Share of the budget that a resumed plan has to use, to stay without another being tried.
+_USED = 0.9
 # Steps passed by since an earlier one tells more about the peak.
 _PATIENCE = 3
 # Steps after a plan stands in which a host's resident size may still grow by itself: the C library keeps what a step
@@ -132,7 +134,8 @@ class BudgetLoop:
         self.plan: BudgetPlan | None = None
         self.profile: Profile | None = None
         self._profiler = Profiler(model, len(self._names), progress=progress)
-        if not self._start_with(known):
+        self._resumed = self._start_with(known)
+        if not self._resumed:
             self._open.enter_context(self._profiler)
             handle.observe(self._profiler)
 
@@ -256,10 +259,14 @@ class BudgetLoop:
         if self._rounds == 2:
             yield causes
         plan = self._solve()
-        if self._rounds > _ROUNDS or plan.choices == self.choices:
+        if self._rounds > _ROUNDS or plan.choices == self.choices or self._still_right(ours.peak):
             yield from self._settle(plan, causes)
         else:
             self._apply(plan.choices)
+
+    def _still_right(self, peak: int) -> bool:
+        """Whether the plan of an earlier run fits, and leaves little: nothing is tried then that may not fit."""
+        return self._resumed and _USED * self.budget <= peak <= self.budget
 
     def _tells(self, peaks: Peaks) -> bool:
         """Whether a step has all that makes a peak: a batch, and gradients of the step before, like the largest so far.
