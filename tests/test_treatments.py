@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from equality import Replays, assert_equal, trace, twins
 from lightning_ckpt.memory import AllocatorReader
@@ -102,6 +103,15 @@ def test_a_kept_block_is_not_replayed() -> None:
     assert [count.replays > 0 for count in replays] == [True, False, True]
 
 
+def kept_by(model: nn.Module) -> int:
+    """The bytes that a forward pass leaves for its backward."""
+    with AllocatorReader() as reader:
+        loss = model(torch.randint(0, 50, (2, 8))).sum()
+        held = reader.current()
+    del loss
+    return held
+
+
 def test_a_wrong_name_changes_nothing() -> None:
     """Treatments are checked before any holds, and the message says what there is."""
     model = GPT(depth=2)
@@ -111,15 +121,9 @@ def test_a_wrong_name_changes_nothing() -> None:
         handle.treat({"blocks.1": Treatment("everything"), "blocks.7": Treatment()})
     with pytest.raises(ValueError, match=r"block 'blocks.1' has no submodule 'ffn'"):
         handle.treat({"blocks.1": Treatment("rest", part="ffn")})
-    with AllocatorReader() as reader:
-        loss = model(torch.randint(0, 50, (2, 8))).sum()
-        held = reader.current()
-    del loss
+    held = kept_by(model)
     handle.treat({})
-    with AllocatorReader() as reader:
-        loss = model(torch.randint(0, 50, (2, 8))).sum()
-        assert reader.current() < held
-    del loss
+    assert kept_by(model) < held
 
 
 def test_a_copy_of_a_treated_model_keeps_what_its_original_keeps() -> None:
@@ -156,12 +160,6 @@ def test_an_operator_that_is_not_there_changes_nothing() -> None:
         ValueError, match=r"block 'blocks.1': this PyTorch lacks an operator among the calls aten.nosuch"
     ):
         handle.treat({"blocks.0": Treatment("everything"), "blocks.1": missing})
-    with AllocatorReader() as reader:
-        loss = model(torch.randint(0, 50, (2, 8))).sum()
-        held = reader.current()
-    del loss
+    held = kept_by(model)
     handle.treat({})
-    with AllocatorReader() as reader:
-        loss = model(torch.randint(0, 50, (2, 8))).sum()
-        assert reader.current() == held
-    del loss
+    assert kept_by(model) == held

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_ckpt.callbacks import _clock
 from recording import Clock
+from sample_meter import SampleMeter, metered
 
 
 @pytest.fixture
@@ -15,6 +16,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(_clock, "perf_counter", clock)
     return clock
+
+
+@pytest.fixture
+def meter() -> Iterator[SampleMeter]:
+    """Memory that 40 samples fill but for a tenth."""
+    with metered(SampleMeter()) as reader:
+        yield reader
 
 
 @pytest.fixture(scope="module")

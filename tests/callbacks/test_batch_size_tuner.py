@@ -1,7 +1,6 @@
 """The batch size tuner: what it finds, and that nothing else is changed by it."""
 
 import csv
-import gc
 import math
 import os
 import random
@@ -39,52 +38,10 @@ from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner
 from lightning_ckpt.callbacks._trials import Trials
 from lightning_ckpt.memory import AllocatorReader, use_reader
 from lightning_ckpt.search import NothingFits
+from sample_meter import MIB, SampleMeter, seen
 
 SAMPLES = 400
-MIB = 2**20
-
-
-class Meter:
-    """A memory reader whose peak, in MiB, is a function of the largest batch since the last reset."""
-
-    def __init__(self, curve: Callable[[int], float] | None = None, *, limit: int | None = 2000) -> None:
-        self.curve = curve or (lambda size: 1000 + 20 * size)
-        self._limit, self._largest = limit, 0
-        self.sizes: list[int] = []
-
-    def see(self, size: int) -> None:
-        self.sizes.append(size)
-        self._largest = max(self._largest, size)
-
-    def reset_peak(self) -> None:
-        self._largest = 0
-
-    def peak(self) -> int:
-        return int(self.curve(self._largest) * MIB)
-
-    def limit(self) -> int | None:
-        return None if self._limit is None else self._limit * MIB
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection() -> Iterator[None]:
-    """Trials collect garbage, and going through all of Lightning each time would take most of this file's time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def meter() -> Iterator[Meter]:
-    """With 2000 MiB, a tenth of headroom and 1000 + 20 MiB a sample, 40 samples fit."""
-    with use_reader(Meter()) as reader:
-        METERS.append(reader)  # type: ignore[arg-type]
-        yield reader  # type: ignore[misc]
-        METERS.clear()
-
-
-METERS: list[Meter] = []
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 def samples(count: int = SAMPLES) -> TensorDataset:
@@ -104,8 +61,7 @@ class Net(LightningModule):
         self.calls: list[str] = []
 
     def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        for seen in METERS:
-            seen.see(len(batch[0]))
+        seen(len(batch[0]))
         loss = (self.net(batch[0]) - batch[1]).square().mean() * (1 + 0.01 * random.random() + 0.01 * np.random.rand())
         self.steps += 1
         self.losses.append(loss.item())
@@ -269,7 +225,11 @@ EXTRAS: dict[str, Callable[[Path], list[Callback]]] = {
 )
 @pytest.mark.parametrize("extras", EXTRAS.values(), ids=EXTRAS)
 def test_training_is_what_it_would_have_been_with_the_size_set_by_hand(
-    kind: type[Net], options: dict[str, Any], extras: Callable[[Path], list[Callback]], meter: Meter, tmp_path: Path
+    kind: type[Net],
+    options: dict[str, Any],
+    extras: Callable[[Path], list[Callback]],
+    meter: SampleMeter,
+    tmp_path: Path,
 ) -> None:
     """Every logged row of 20 steps, weights, buffers, optimizers, schedules, random numbers, counters: bit for bit."""
     tuner = BatchSizeTuner()
@@ -283,7 +243,7 @@ def test_training_is_what_it_would_have_been_with_the_size_set_by_hand(
     assert_same(ours, plain)
 
 
-def test_a_straight_line_takes_a_first_step_and_a_jump(meter: Meter, tmp_path: Path) -> None:
+def test_a_straight_line_takes_a_first_step_and_a_jump(meter: SampleMeter, tmp_path: Path) -> None:
     """In the first, gradients and optimizer state come up; it is no trial, but tells how far the first may go."""
     tuner = BatchSizeTuner()
     run(Net(), [tuner], tmp_path)
@@ -334,7 +294,7 @@ def without_size() -> Net:
 
 
 @pytest.mark.parametrize("data", [Data, DataByHyperparameter])
-def test_a_datamodule_gets_the_size_where_it_keeps_it(data: type[Data], meter: Meter, tmp_path: Path) -> None:
+def test_a_datamodule_gets_the_size_where_it_keeps_it(data: type[Data], meter: SampleMeter, tmp_path: Path) -> None:
     ours, plain = data(8), data(40)
     torch.manual_seed(5)
     first = without_size()
@@ -347,7 +307,7 @@ def test_a_datamodule_gets_the_size_where_it_keeps_it(data: type[Data], meter: M
     assert getattr(ours, "batch_size", None) == getattr(plain, "batch_size", None)
 
 
-def test_a_size_that_lives_in_several_places_is_written_to_all(meter: Meter, tmp_path: Path) -> None:
+def test_a_size_that_lives_in_several_places_is_written_to_all(meter: SampleMeter, tmp_path: Path) -> None:
     """Module attribute and hyperparameter, datamodule attribute and hyperparameter."""
     module, data = OfModule(), DataByHyperparameter()
     module.batch_size = data.batch_size = 8
@@ -356,7 +316,7 @@ def test_a_size_that_lives_in_several_places_is_written_to_all(meter: Meter, tmp
     assert found == (40, 40, 40, 40)
 
 
-def test_the_size_among_the_hyperparameters_is_found_logged_and_saved(meter: Meter, tmp_path: Path) -> None:
+def test_the_size_among_the_hyperparameters_is_found_logged_and_saved(meter: SampleMeter, tmp_path: Path) -> None:
     """Lightning logs the initial value; the logger's record in the end holds the size that was trained with."""
     module = OfModule()
     trainer, _ = run(module, [BatchSizeTuner(), ModelCheckpoint(tmp_path / "files")], tmp_path)
@@ -366,7 +326,7 @@ def test_the_size_among_the_hyperparameters_is_found_logged_and_saved(meter: Met
     assert saved["hyper_parameters"]["batch_size"] == 40
 
 
-def test_a_size_that_was_left_open_is_filled(meter: Meter, tmp_path: Path) -> None:
+def test_a_size_that_was_left_open_is_filled(meter: SampleMeter, tmp_path: Path) -> None:
     """None in the module, whose loader then gives single samples: these are no batches to try."""
     module = Net()
     module.batch_size = None  # type: ignore[assignment]
@@ -376,7 +336,7 @@ def test_a_size_that_was_left_open_is_filled(meter: Meter, tmp_path: Path) -> No
     assert set(meter.sizes[len(tuner.trials) + 1 :]) == {40}
 
 
-def test_another_name_for_the_size(meter: Meter, tmp_path: Path) -> None:
+def test_another_name_for_the_size(meter: SampleMeter, tmp_path: Path) -> None:
     class Other(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -452,7 +412,7 @@ HANDED: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("make", HANDED.values(), ids=HANDED)
 def test_a_loader_handed_to_fit_is_replaced_by_one_of_the_new_size(
-    make: Callable[[int], Any], meter: Meter, tmp_path: Path
+    make: Callable[[int], Any], meter: SampleMeter, tmp_path: Path
 ) -> None:
     """Same samples in the same order, same generators afterwards, as a loader that was made with that size."""
 
@@ -473,7 +433,7 @@ def test_a_loader_handed_to_fit_is_replaced_by_one_of_the_new_size(
     assert getattr(loader, "batch_size", 8) in (8, None)  # the user's own object is as it was
 
 
-def test_what_a_loader_carries_is_carried_over(meter: Meter, tmp_path: Path) -> None:
+def test_what_a_loader_carries_is_carried_over(meter: SampleMeter, tmp_path: Path) -> None:
     loader = Loader(samples(), batch_size=8, name="mine", collate_fn=Collate(), drop_last=True, pin_memory=False)
     trainer, _ = run(Net(), [BatchSizeTuner()], tmp_path, loaders=loader)
     used: Any = trainer.train_dataloader
@@ -482,7 +442,7 @@ def test_what_a_loader_carries_is_carried_over(meter: Meter, tmp_path: Path) -> 
     assert used.collate_fn is loader.collate_fn
 
 
-def test_reading_for_trials_leaves_the_datasets_own_random_numbers(meter: Meter, tmp_path: Path) -> None:
+def test_reading_for_trials_leaves_the_datasets_own_random_numbers(meter: SampleMeter, tmp_path: Path) -> None:
     """A dataset that augments with a generator of its own gives the same samples as without trials."""
 
     class Noisy(Dataset[Any]):
@@ -506,7 +466,7 @@ def test_reading_for_trials_leaves_the_datasets_own_random_numbers(meter: Meter,
     assert ours.reads == plain.reads
 
 
-def test_hooks_are_called_once_and_the_loader_once_more(meter: Meter, tmp_path: Path) -> None:
+def test_hooks_are_called_once_and_the_loader_once_more(meter: SampleMeter, tmp_path: Path) -> None:
     """`train_dataloader` for the size that was, `train_dataloader` for the size that is, `on_train_start`."""
     module = Net()
     hooks = []
@@ -523,12 +483,12 @@ def test_hooks_are_called_once_and_the_loader_once_more(meter: Meter, tmp_path: 
     assert hooks == [entry for step in range(10) for entry in ((step, step), "zero")]
 
 
-def test_a_schedule_sees_the_new_number_of_batches(meter: Meter, tmp_path: Path) -> None:
+def test_a_schedule_sees_the_new_number_of_batches(meter: SampleMeter, tmp_path: Path) -> None:
     trainer, _ = run(Net(), [BatchSizeTuner()], tmp_path)
     assert trainer.lr_scheduler_configs[0].scheduler.total_steps == trainer.global_step == 2 * SAMPLES // 40  # type: ignore[union-attr]
 
 
-def test_weight_averaging_is_as_without_trials(meter: Meter, tmp_path: Path) -> None:
+def test_weight_averaging_is_as_without_trials(meter: SampleMeter, tmp_path: Path) -> None:
     results = []
     for size, callbacks in ((8, [BatchSizeTuner()]), (40, [])):
         torch.manual_seed(5)
@@ -536,7 +496,7 @@ def test_weight_averaging_is_as_without_trials(meter: Meter, tmp_path: Path) -> 
     assert_same(*results)
 
 
-def test_frozen_parts_stay_in_eval_mode_and_frozen(meter: Meter, tmp_path: Path) -> None:
+def test_frozen_parts_stay_in_eval_mode_and_frozen(meter: SampleMeter, tmp_path: Path) -> None:
     class Frozen(Net):
         def on_fit_start(self) -> None:
             self.modes = [part.training for part in self.modules()]
@@ -560,14 +520,14 @@ def test_a_batch_is_never_larger_than_the_data(drop_last: bool, tmp_path: Path) 
     """100 samples: at most 100, so that with drop_last one batch is left; in few trials however cheap the model."""
     tuner = BatchSizeTuner()
     loader = DataLoader(samples(100), batch_size=8, drop_last=drop_last)
-    with use_reader(Meter(lambda size: 10, limit=10**6)):
+    with use_reader(SampleMeter(lambda size: 10, limit=10**6)):
         trainer, _ = run(Net(), [tuner], tmp_path, loaders=loader, max_epochs=1)
     assert tuner.batch_size == 100
     assert len(tuner.trials) <= 4
     assert trainer.global_step == 1
 
 
-def test_a_stream_bounds_the_size_by_what_it_holds(meter: Meter, tmp_path: Path) -> None:
+def test_a_stream_bounds_the_size_by_what_it_holds(meter: SampleMeter, tmp_path: Path) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(samples(25))
@@ -580,7 +540,7 @@ def test_a_stream_bounds_the_size_by_what_it_holds(meter: Meter, tmp_path: Path)
     assert max(meter.sizes) == 25
 
 
-def test_max_val_is_tried_and_not_passed(meter: Meter, tmp_path: Path) -> None:
+def test_max_val_is_tried_and_not_passed(meter: SampleMeter, tmp_path: Path) -> None:
     meter.curve = lambda size: size
     tuner = BatchSizeTuner(max_val=100)
     run(Net(), [tuner], tmp_path)
@@ -588,13 +548,13 @@ def test_max_val_is_tried_and_not_passed(meter: Meter, tmp_path: Path) -> None:
     assert 100 in [trial.size for trial in tuner.trials]
 
 
-def test_the_size_is_a_multiple(meter: Meter, tmp_path: Path) -> None:
+def test_the_size_is_a_multiple(meter: SampleMeter, tmp_path: Path) -> None:
     tuner = BatchSizeTuner(multiple_of=16)
     run(Net(), [tuner], tmp_path)
     assert tuner.batch_size == 32
 
 
-def test_memory_limit_and_headroom_set_the_target(meter: Meter, tmp_path: Path) -> None:
+def test_memory_limit_and_headroom_set_the_target(meter: SampleMeter, tmp_path: Path) -> None:
     tuner = BatchSizeTuner(memory_limit="4GiB", headroom=0.5)
     run(Net(), [tuner], tmp_path)
     assert tuner.batch_size == (2048 - 1000) // 20
@@ -640,7 +600,7 @@ ALIVE: list[bool] = []
     ids=repr,
 )
 def test_running_out_of_memory_bounds_the_search_and_leaves_nothing(
-    error: Exception, meter: Meter, tmp_path: Path
+    error: Exception, meter: SampleMeter, tmp_path: Path
 ) -> None:
     """The next trial finds the failed one's tensors freed; training equals training at that size."""
     BORN.clear()
@@ -660,14 +620,14 @@ def test_running_out_of_memory_bounds_the_search_and_leaves_nothing(
     assert_same(ours, plain)
 
 
-def test_what_no_size_has_passed_is_not_taken_for_too_much(meter: Meter, tmp_path: Path) -> None:
+def test_what_no_size_has_passed_is_not_taken_for_too_much(meter: SampleMeter, tmp_path: Path) -> None:
     """A kernel's refusal of the first size: it may refuse every size."""
     error = RuntimeError("CUDA error: invalid configuration argument")
     with pytest.raises(RuntimeError, match="invalid configuration argument"):
         run(Limited(50, error=error), [BatchSizeTuner(init_val=60)], tmp_path)
 
 
-def test_memory_that_others_held_for_once_bounds_nothing(meter: Meter, tmp_path: Path) -> None:
+def test_memory_that_others_held_for_once_bounds_nothing(meter: SampleMeter, tmp_path: Path) -> None:
     """Two steps fail, of two sizes and well within the target: each is tried once more, and the largest size found."""
     failed: set[int] = set()
 
@@ -686,7 +646,7 @@ def test_memory_that_others_held_for_once_bounds_nothing(meter: Meter, tmp_path:
     assert {trial.outcome for trial in tuner.trials} == {"fits"}
 
 
-def test_a_size_far_too_large_at_the_start_goes_down(meter: Meter, tmp_path: Path) -> None:
+def test_a_size_far_too_large_at_the_start_goes_down(meter: SampleMeter, tmp_path: Path) -> None:
     meter.curve = lambda size: 100
     tuner = BatchSizeTuner(init_val=8)
     run(Limited(4), [tuner], tmp_path, max_steps=2)
@@ -694,7 +654,7 @@ def test_a_size_far_too_large_at_the_start_goes_down(meter: Meter, tmp_path: Pat
     assert tuner.trials[0].outcome == "out of memory"
 
 
-def test_the_users_own_size_is_not_tried_first(meter: Meter, tmp_path: Path) -> None:
+def test_the_users_own_size_is_not_tried_first(meter: SampleMeter, tmp_path: Path) -> None:
     """60 in the module, memory for 50: it may be the very size that does not fit."""
     tuner = BatchSizeTuner()
     run(Limited(50, batch_size=60), [tuner], tmp_path)
@@ -702,7 +662,7 @@ def test_the_users_own_size_is_not_tried_first(meter: Meter, tmp_path: Path) -> 
     assert 1 < (tuner.batch_size or 0) <= 50
 
 
-def test_nothing_fits(meter: Meter, tmp_path: Path) -> None:
+def test_nothing_fits(meter: SampleMeter, tmp_path: Path) -> None:
     """The measured peak of the smallest size is named, and the size stays what it was."""
     meter.curve = lambda size: 2048
     module = Limited(1)
@@ -714,14 +674,14 @@ def test_nothing_fits(meter: Meter, tmp_path: Path) -> None:
     assert module.batch_size == 8
 
 
-def test_nothing_fits_because_memory_runs_out_at_one(meter: Meter, tmp_path: Path) -> None:
+def test_nothing_fits_because_memory_runs_out_at_one(meter: SampleMeter, tmp_path: Path) -> None:
     with pytest.raises(NothingFits, match="batch size of 1 fits: its step ran out of memory after reaching 1020 MiB"):
         run(Limited(0), [BatchSizeTuner()], tmp_path)
 
 
 @pytest.mark.parametrize("error", [ValueError("in the user's code"), KeyboardInterrupt("in the user's code")])
 def test_any_other_error_comes_through_with_everything_put_back(
-    error: BaseException, meter: Meter, tmp_path: Path
+    error: BaseException, meter: SampleMeter, tmp_path: Path
 ) -> None:
     class Fails(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -753,12 +713,12 @@ def test_any_other_error_comes_through_with_everything_put_back(
     assert "setup_optimizers" not in vars(trainers[0].strategy)
 
 
-def test_nothing_is_left_on_disk(meter: Meter, tmp_path: Path) -> None:
+def test_nothing_is_left_on_disk(meter: SampleMeter, tmp_path: Path) -> None:
     run(Net(), [BatchSizeTuner()], tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["hparams.yaml", "metrics.csv"]
 
 
-def test_a_resumed_run_uses_the_saved_size_after_one_trial(meter: Meter, tmp_path: Path) -> None:
+def test_a_resumed_run_uses_the_saved_size_after_one_trial(meter: SampleMeter, tmp_path: Path) -> None:
     """Step, epoch, optimizer and schedule go on, and equal those of a resumed run with the size set by hand."""
     results, tuner = [], BatchSizeTuner()
     for size, first, second in ((8, [BatchSizeTuner()], [tuner]), (40, [], [])):
@@ -778,7 +738,7 @@ def test_a_resumed_run_uses_the_saved_size_after_one_trial(meter: Meter, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("known", [True, False], ids=["with its size", "of a run without a tuner"])
-def test_a_run_resumed_within_an_epoch_takes_trials_there(known: bool, meter: Meter, tmp_path: Path) -> None:
+def test_a_run_resumed_within_an_epoch_takes_trials_there(known: bool, meter: SampleMeter, tmp_path: Path) -> None:
     """Trials take steps, nothing of them is counted, and what is left of the run is as with the size set by hand."""
     results, tuner = [], BatchSizeTuner()
     for size, second in ((8, [tuner]), (40, [])):
@@ -814,7 +774,7 @@ def test_the_checkpoint_a_run_resumes_from_is_not_counted(monkeypatch: pytest.Mo
     assert copies[1] >= copies[0] + weights  # and the optimizer's state
 
 
-def test_a_saved_size_that_no_longer_fits_is_searched_anew(meter: Meter, tmp_path: Path) -> None:
+def test_a_saved_size_that_no_longer_fits_is_searched_anew(meter: SampleMeter, tmp_path: Path) -> None:
     started, _ = run(Plateau(), [BatchSizeTuner()], tmp_path / "a", max_epochs=1)
     started.save_checkpoint(tmp_path / "half.ckpt")
     meter.curve = lambda size: 1000 + 40 * size
@@ -824,7 +784,7 @@ def test_a_saved_size_that_no_longer_fits_is_searched_anew(meter: Meter, tmp_pat
     assert (40, "too large") in [(trial.size, trial.outcome) for trial in tuner.trials]
 
 
-def test_a_second_fit_keeps_the_settled_size(meter: Meter, tmp_path: Path) -> None:
+def test_a_second_fit_keeps_the_settled_size(meter: SampleMeter, tmp_path: Path) -> None:
     """The loader handed to it anew is replaced again; one more trial shows that the size still fits."""
     tuner = BatchSizeTuner()
     loader = DataLoader(samples(), batch_size=8)
@@ -836,7 +796,7 @@ def test_a_second_fit_keeps_the_settled_size(meter: Meter, tmp_path: Path) -> No
     assert trainer.train_dataloader.batch_size == 40  # type: ignore[union-attr]
 
 
-def test_it_stands_behind_activation_checkpointing_wherever_it_was_put(meter: Meter, tmp_path: Path) -> None:
+def test_it_stands_behind_activation_checkpointing_wherever_it_was_put(meter: SampleMeter, tmp_path: Path) -> None:
     """Blocks made in `configure_model` are checkpointed when the trials run."""
     from lightning_ckpt import is_recomputing
 
@@ -862,7 +822,7 @@ def test_it_stands_behind_activation_checkpointing_wherever_it_was_put(meter: Me
 
 
 def test_the_table_and_the_line_about_the_effective_batch(
-    meter: Meter, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    meter: SampleMeter, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
         run(Net(), [BatchSizeTuner()], tmp_path, accumulate_grad_batches=2)
@@ -877,7 +837,7 @@ def test_the_table_and_the_line_about_the_effective_batch(
 
 @pytest.mark.parametrize(("samples", "size", "count"), [(96, 32, 3), (40, 40, 1), (74, 37, 2), (82, 2, 41)])
 def test_an_optimizer_step_takes_the_samples_that_were_asked_for(
-    samples: int, size: int, count: int, meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    samples: int, size: int, count: int, meter: SampleMeter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """40 samples fit: the largest size that divides is taken, and training is that with both numbers set by hand."""
     tuner = BatchSizeTuner(global_batch_size=samples)
@@ -908,7 +868,7 @@ def test_what_a_constant_number_of_samples_does_not_go_with_is_said(
     callbacks: list[Callback],
     options: dict[str, Any],
     message: str,
-    meter: Meter,
+    meter: SampleMeter,
     tmp_path: Path,
 ) -> None:
     """Nothing is half applied: the trainer's own number of batches stays."""
@@ -916,7 +876,7 @@ def test_what_a_constant_number_of_samples_does_not_go_with_is_said(
         run(module(), [BatchSizeTuner(global_batch_size=samples), *callbacks], tmp_path, **options)
 
 
-def test_validation_test_and_fast_dev_run_are_left_alone(meter: Meter, tmp_path: Path) -> None:
+def test_validation_test_and_fast_dev_run_are_left_alone(meter: SampleMeter, tmp_path: Path) -> None:
     tuner, module = BatchSizeTuner(), Net()
     run(module, [tuner], tmp_path, fast_dev_run=True)
     trainer = Trainer(callbacks=[tuner], logger=False, enable_checkpointing=False, accelerator="cpu", devices=1)
@@ -959,7 +919,7 @@ class OfUnknownSize:
     ids=["no size", "ignored", "no loader", "batch sampler", "two sizes"],
 )
 def test_what_it_can_not_do_is_said(
-    make: Callable[[], Net], loaders: Any, message: str, meter: Meter, tmp_path: Path
+    make: Callable[[], Net], loaders: Any, message: str, meter: SampleMeter, tmp_path: Path
 ) -> None:
     module = make()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # type: ignore[method-assign]
@@ -967,7 +927,7 @@ def test_what_it_can_not_do_is_said(
         run(module, [BatchSizeTuner()], tmp_path, loaders=loaders)
 
 
-def test_data_too_short_for_one_multiple_is_said(meter: Meter, tmp_path: Path) -> None:
+def test_data_too_short_for_one_multiple_is_said(meter: SampleMeter, tmp_path: Path) -> None:
     with pytest.raises(
         MisconfigurationException, match=r"no multiple of multiple_of=8 .*; the train data has 5 samples"
     ):
@@ -976,13 +936,13 @@ def test_data_too_short_for_one_multiple_is_said(meter: Meter, tmp_path: Path) -
 
 def test_an_unknown_memory_limit_is_said(tmp_path: Path) -> None:
     with (
-        use_reader(Meter(limit=None)),
+        use_reader(SampleMeter(limit=None)),
         pytest.raises(MisconfigurationException, match="give memory_limit, in bytes or"),
     ):
         run(Net(), [BatchSizeTuner()], tmp_path)
 
 
-def test_lazy_parameters_are_refused(meter: Meter, tmp_path: Path) -> None:
+def test_lazy_parameters_are_refused(meter: SampleMeter, tmp_path: Path) -> None:
     class Lazy(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -1003,7 +963,7 @@ def test_lazy_parameters_are_refused(meter: Meter, tmp_path: Path) -> None:
     ],
 )
 def test_finders_of_lightning_beside_it_are_refused(
-    other: type[Callback], message: str, meter: Meter, tmp_path: Path
+    other: type[Callback], message: str, meter: SampleMeter, tmp_path: Path
 ) -> None:
     """In either order: Lightning moves them to the front."""
     for callbacks in ([BatchSizeTuner(), other()], [other(), BatchSizeTuner()]):
@@ -1033,7 +993,7 @@ def test_arguments_out_of_range_are_said(arguments: dict[str, Any], message: str
         BatchSizeTuner(**arguments)
 
 
-def test_sixteen_bit_precision_keeps_its_scale(meter: Meter, tmp_path: Path) -> None:
+def test_sixteen_bit_precision_keeps_its_scale(meter: SampleMeter, tmp_path: Path) -> None:
     """The scaler's first scale overflows: the trial goes on until a step is taken, and the scale is put back."""
     from lightning.pytorch.plugins import MixedPrecision
 

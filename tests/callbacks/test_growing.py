@@ -2,12 +2,9 @@
 
 import contextlib
 import csv
-import gc
 import itertools
 import logging
 import math
-import os
-import socket
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,50 +39,11 @@ from torch.utils.data import (
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, StepMonitor
 from lightning_ckpt.memory import AllocatorReader, use_reader
+from sample_meter import MIB, SampleMeter, metered, seen
+from two_ranks import on_two_ranks
 
-MIB = 2**20
 SAMPLES = 400
-
-
-class Meter:
-    """A memory reader whose peak, in MiB, is a function of the largest batch since the last reset."""
-
-    def __init__(self, curve: Callable[[int], float] | None = None, *, limit: int = 2000) -> None:
-        self.curve = curve or (lambda size: 1000 + 20 * size)
-        self._limit, self._largest = limit, 0
-
-    def see(self, size: int) -> None:
-        self._largest = max(self._largest, size)
-
-    def reset_peak(self) -> None:
-        self._largest = 0
-
-    def peak(self) -> int:
-        return int(self.curve(self._largest) * MIB)
-
-    def limit(self) -> int:
-        return self._limit * MIB
-
-
-METERS: list[Meter] = []
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collection() -> Iterator[None]:
-    """Changes of the size collect garbage, and going through all of Lightning each time would take most of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture
-def meter() -> Iterator[Meter]:
-    """With 2000 MiB, a tenth of headroom and 1000 + 20 MiB a sample, 40 samples fit."""
-    with use_reader(Meter()) as reader:
-        METERS.append(reader)  # type: ignore[arg-type]
-        yield reader  # type: ignore[misc]
-        METERS.clear()
+pytestmark = pytest.mark.usefixtures("quick_collection")
 
 
 class Rows(Dataset[Any]):
@@ -133,8 +91,7 @@ class Net(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         values, rows = batch
-        for each in METERS:
-            each.see(len(values))
+        seen(len(values))
         self.seen.append((self.trainer.current_epoch, rows.tolist()))
         self.last.append(self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
         loss = self.net(values).square().mean()
@@ -221,7 +178,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_every_sample_of_an_epoch_is_seen_once_while_batches_grow(
-    make: Callable[[int], Any], workers: int, meter: Meter, tmp_path: Path
+    make: Callable[[int], Any], workers: int, meter: SampleMeter, tmp_path: Path
 ) -> None:
     """Two steps a size, then the size that fits, to the end; the epoch's last batch is announced as the last."""
     module, tuner = Net(), BatchSizeTuner(mode="grow")
@@ -244,7 +201,7 @@ def test_every_sample_of_an_epoch_is_seen_once_while_batches_grow(
     assert all(trial.seconds > 0 for trial in tuner.trials)
 
 
-def test_a_given_distributed_sampler_keeps_its_share_and_its_epochs(meter: Meter, tmp_path: Path) -> None:
+def test_a_given_distributed_sampler_keeps_its_share_and_its_epochs(meter: SampleMeter, tmp_path: Path) -> None:
     sampler = DistributedSampler(Rows(), num_replicas=2, rank=1, shuffle=True)
     module = Net()
     run(module, [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(shuffle=False, sampler=sampler))
@@ -255,7 +212,7 @@ def test_a_given_distributed_sampler_keeps_its_share_and_its_epochs(meter: Meter
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_dropped_is_less_than_a_batch(workers: int, meter: Meter, tmp_path: Path) -> None:
+def test_what_is_dropped_is_less_than_a_batch(workers: int, meter: SampleMeter, tmp_path: Path) -> None:
     """Where a larger batch would not fill, the epoch ends with batches of the size before."""
     module = Net()
     run(module, [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(70, drop_last=True, num_workers=workers))
@@ -271,7 +228,7 @@ def test_what_is_dropped_is_less_than_a_batch(workers: int, meter: Meter, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
-def test_several_loaders_grow_together(mode: Any, meter: Meter, tmp_path: Path) -> None:
+def test_several_loaders_grow_together(mode: Any, meter: SampleMeter, tmp_path: Path) -> None:
     class Pairs(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             others.append((self.trainer.current_epoch, None if batch["b"] is None else batch["b"][1].tolist()))
@@ -304,7 +261,7 @@ CURVES: dict[str, tuple[Callable[[int], float], int]] = {
 
 @pytest.mark.parametrize(("curve", "most"), CURVES.values(), ids=CURVES)
 def test_it_settles_on_nearly_all_that_fits_and_never_above(
-    curve: Callable[[int], float], most: int, meter: Meter, tmp_path: Path
+    curve: Callable[[int], float], most: int, meter: SampleMeter, tmp_path: Path
 ) -> None:
     """No step of the run runs out of memory: into the headroom at most, and out of it at once."""
     meter.curve = curve
@@ -322,7 +279,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.message.startswith("BatchSizeTuner")]
 
 
-def test_it_says_once_that_it_has_settled(meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_once_that_it_has_settled(meter: SampleMeter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         run(Net(), [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(), accumulate_grad_batches=2)
     assert told(caplog) == [
@@ -333,7 +290,7 @@ def test_it_says_once_that_it_has_settled(meter: Meter, tmp_path: Path, caplog: 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_later_peak_into_the_headroom_shrinks_the_very_next_batch(
-    workers: int, meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    workers: int, meter: SampleMeter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By as much as the peak asks for, with one line, and no sample is lost."""
 
@@ -355,7 +312,7 @@ def test_a_later_peak_into_the_headroom_shrinks_the_very_next_batch(
     ]
 
 
-def test_a_resumed_run_shrinks_by_as_much_at_once(meter: Meter, tmp_path: Path) -> None:
+def test_a_resumed_run_shrinks_by_as_much_at_once(meter: SampleMeter, tmp_path: Path) -> None:
     """It has grown through no sizes, and knows all the same what is there without a batch."""
     file, module = tmp_path / "file.ckpt", Net()
     run(Net(), [BatchSizeTuner(mode="grow"), Save(file, 14, "on_train_epoch_end")], tmp_path / "a", loaders=loader())
@@ -364,7 +321,7 @@ def test_a_resumed_run_shrinks_by_as_much_at_once(meter: Meter, tmp_path: Path) 
     assert module.sizes[:3] == [40, 25, 25]
 
 
-def test_what_can_not_shrink_is_said_once(meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_can_not_shrink_is_said_once(meter: SampleMeter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     meter.curve = lambda size: 1900
     module, tuner = Net(), BatchSizeTuner(mode="grow")
     with caplog.at_level(logging.INFO):
@@ -398,7 +355,7 @@ class StepSizes(Callback):
     ("whole", "settles", "workers"), [(96, 32, 0), (120, 40, 2), (60, 30, 0), (39, 39, 0), (41, 1, 0), (400, 40, 2)]
 )
 def test_a_global_batch_is_held_in_every_step(
-    whole: int, settles: int, workers: int, meter: Meter, tmp_path: Path
+    whole: int, settles: int, workers: int, meter: SampleMeter, tmp_path: Path
 ) -> None:
     """Whatever the batch size: only the last step of an epoch has what is left."""
     module, counts = Net(), StepSizes()
@@ -414,7 +371,7 @@ def test_a_global_batch_is_held_in_every_step(
     assert trainer.accumulate_grad_batches == 1
 
 
-def test_a_global_batch_is_held_while_it_shrinks(meter: Meter, tmp_path: Path) -> None:
+def test_a_global_batch_is_held_while_it_shrinks(meter: SampleMeter, tmp_path: Path) -> None:
     """From the next step on, to a size whose steps Lightning's own count would not have met."""
 
     class Longer(Net):
@@ -431,7 +388,7 @@ def test_a_global_batch_is_held_while_it_shrinks(meter: Meter, tmp_path: Path) -
     assert [size for size, _ in itertools.groupby(module.sizes)] == [2, 4, 40, 24, 16]
 
 
-def test_schedules_step_with_the_global_batch(meter: Meter, tmp_path: Path) -> None:
+def test_schedules_step_with_the_global_batch(meter: SampleMeter, tmp_path: Path) -> None:
     """The number of optimizer steps is that of a run without the tuner, and so are rows and planned steps."""
 
     class Planned(Net):
@@ -462,7 +419,7 @@ def rows(folder: Path, key: str = "loss") -> list[dict[str, str]]:
     ids=["epoch", "half", "batches"],
 )
 def test_validation_checkpoints_and_rows_come_as_usual(
-    options: dict[str, Any], validations: list[int], meter: Meter, tmp_path: Path
+    options: dict[str, Any], validations: list[int], meter: SampleMeter, tmp_path: Path
 ) -> None:
     """One row a step, none missing; validation in the middle and at the end of epochs of 14 and 10 batches."""
     module = Net()
@@ -475,13 +432,15 @@ def test_validation_checkpoints_and_rows_come_as_usual(
     assert [int(row["step"]) for row in rows(tmp_path, "batch_size/per_device")] == list(range(24))
 
 
-def test_an_interval_of_validation_longer_than_the_epoch_has_become_ends_with_it(meter: Meter, tmp_path: Path) -> None:
+def test_an_interval_of_validation_longer_than_the_epoch_has_become_ends_with_it(
+    meter: SampleMeter, tmp_path: Path
+) -> None:
     run(Net(), [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(), val_check_interval=150, max_epochs=3)
     assert [int(row["step"]) for row in rows(tmp_path, "val_loss")] == [13, 23, 33]
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_the_progress_bar_counts_to_the_real_end(bar: type[Any], meter: Meter, tmp_path: Path) -> None:
+def test_the_progress_bar_counts_to_the_real_end(bar: type[Any], meter: SampleMeter, tmp_path: Path) -> None:
     totals = []
 
     class Watcher(Callback):
@@ -510,7 +469,7 @@ def test_the_progress_bar_counts_to_the_real_end(bar: type[Any], meter: Meter, t
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_limits_hold_while_batches_grow(
-    options: dict[str, Any], batches: list[int], workers: int, meter: Meter, tmp_path: Path
+    options: dict[str, Any], batches: list[int], workers: int, meter: SampleMeter, tmp_path: Path
 ) -> None:
     """A number of batches is that number; a share is that share of the samples."""
     module = Net()
@@ -544,7 +503,7 @@ class Save(Callback):
 @pytest.mark.parametrize("make", [loader, lambda **options: DataLoader(Stream(), batch_size=8, **options)])
 @pytest.mark.parametrize("every", [3, 9])
 def test_a_run_resumed_within_an_epoch_goes_on_with_what_was_not_seen(
-    every: int, make: Callable[..., Any], workers: int, meter: Meter, tmp_path: Path
+    every: int, make: Callable[..., Any], workers: int, meter: SampleMeter, tmp_path: Path
 ) -> None:
     """While growing and after: the size, and the samples of the epoch, each seen once over both runs."""
     first, second, tuner = Net(), Net(), BatchSizeTuner(mode="grow")
@@ -562,7 +521,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_with_what_was_not_seen(
     assert trainer.global_step == every + len(second.seen)
 
 
-def test_a_batch_that_failed_is_seen_by_the_resumed_run(meter: Meter, tmp_path: Path) -> None:
+def test_a_batch_that_failed_is_seen_by_the_resumed_run(meter: SampleMeter, tmp_path: Path) -> None:
     """The checkpoint of an exception counts what training was done with."""
 
     class Fails(Net):
@@ -582,7 +541,7 @@ def test_a_batch_that_failed_is_seen_by_the_resumed_run(meter: Meter, tmp_path: 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 24}], ids=["epochs", "steps"])
 def test_a_run_resumed_where_an_epoch_was_over_begins_the_next(
-    hook: str, limits: dict[str, Any], meter: Meter, tmp_path: Path
+    hook: str, limits: dict[str, Any], meter: SampleMeter, tmp_path: Path
 ) -> None:
     """Also where the epoch had more batches than one has at the size that was settled."""
     file, first, second = tmp_path / "file.ckpt", Net(), Net()
@@ -601,7 +560,7 @@ def test_a_run_resumed_where_an_epoch_was_over_begins_the_next(
     assert len(rows(tmp_path / "b", "val_loss")) >= 1
 
 
-def test_a_resumed_run_with_a_global_batch_counts_on_from_the_change(meter: Meter, tmp_path: Path) -> None:
+def test_a_resumed_run_with_a_global_batch_counts_on_from_the_change(meter: SampleMeter, tmp_path: Path) -> None:
     """Saved within an epoch whose steps had 60 micro-batches, then 30, then 3."""
     file, counts = tmp_path / "file.ckpt", StepSizes()
     first, second = Net(), Net()
@@ -615,7 +574,7 @@ def test_a_resumed_run_with_a_global_batch_counts_on_from_the_change(meter: Mete
     assert sorted(flat([rows for _, rows in first.seen[:189] + second.seen])) == list(range(2000))
 
 
-def test_a_checkpoint_of_growing_can_be_resumed_without_the_tuner(meter: Meter, tmp_path: Path) -> None:
+def test_a_checkpoint_of_growing_can_be_resumed_without_the_tuner(meter: SampleMeter, tmp_path: Path) -> None:
     file = tmp_path / "file.ckpt"
     run(Net(), [BatchSizeTuner(mode="grow"), Save(file, 14, "on_train_epoch_end")], tmp_path / "a", loaders=loader())
     module = Net()
@@ -624,7 +583,9 @@ def test_a_checkpoint_of_growing_can_be_resumed_without_the_tuner(meter: Meter, 
     assert module.sizes == [8] * 50
 
 
-def test_a_settled_size_is_kept_by_a_second_fit(meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_settled_size_is_kept_by_a_second_fit(
+    meter: SampleMeter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tuner, data = BatchSizeTuner(mode="grow"), loader()
     trainer = run(Net(), [tuner], tmp_path, loaders=data, max_epochs=1)
     trials = list(tuner.trials)
@@ -651,7 +612,7 @@ class DataByHyperparameter(LightningDataModule):
         return DataLoader(Rows(32), batch_size=16)
 
 
-def test_the_size_is_written_everywhere_it_lives_and_logged(meter: Meter, tmp_path: Path) -> None:
+def test_the_size_is_written_everywhere_it_lives_and_logged(meter: SampleMeter, tmp_path: Path) -> None:
     """At every change, so that code that reads it in a step is right."""
 
     class Reads(Net):
@@ -667,7 +628,7 @@ def test_the_size_is_written_everywhere_it_lives_and_logged(meter: Meter, tmp_pa
 
 
 @pytest.mark.parametrize("ends", ["well", "with an error"])
-def test_everything_replaced_is_put_back(ends: str, meter: Meter, tmp_path: Path) -> None:
+def test_everything_replaced_is_put_back(ends: str, meter: SampleMeter, tmp_path: Path) -> None:
     class Fails(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if ends == "with an error" and len(self.seen) == 8:
@@ -696,7 +657,7 @@ def test_everything_replaced_is_put_back(ends: str, meter: Meter, tmp_path: Path
 
 
 def test_running_out_of_memory_in_a_real_step_is_said_and_resumed_below(
-    meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    meter: SampleMeter, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The checkpoint knows the size that was measured to fit, not the one that failed."""
 
@@ -720,7 +681,9 @@ def test_running_out_of_memory_in_a_real_step_is_said_and_resumed_below(
     assert tuner.batch_size == 20
 
 
-def test_a_run_too_short_to_settle_says_so(meter: Meter, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_too_short_to_settle_says_so(
+    meter: SampleMeter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         run(Net(), [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(), max_steps=3)
     assert told(caplog) == [
@@ -729,7 +692,7 @@ def test_a_run_too_short_to_settle_says_so(meter: Meter, tmp_path: Path, caplog:
     ]
 
 
-def test_short_and_skipped_steps_do_not_count(meter: Meter, tmp_path: Path) -> None:
+def test_short_and_skipped_steps_do_not_count(meter: SampleMeter, tmp_path: Path) -> None:
     """The odd end of an epoch, and steps that the gradient scaler skipped."""
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -746,7 +709,7 @@ def test_short_and_skipped_steps_do_not_count(meter: Meter, tmp_path: Path) -> N
     assert tuner.batch_size == 40
 
 
-def test_manual_optimization_of_several_optimizers_grows(meter: Meter, tmp_path: Path) -> None:
+def test_manual_optimization_of_several_optimizers_grows(meter: SampleMeter, tmp_path: Path) -> None:
     class Manual(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -769,7 +732,7 @@ def test_manual_optimization_of_several_optimizers_grows(meter: Meter, tmp_path:
     assert all(sorted(flat(module.of_epoch(epoch))) == list(range(SAMPLES)) for epoch in range(2))
 
 
-def test_checkpointing_and_the_monitor_go_beside_it(meter: Meter, tmp_path: Path) -> None:
+def test_checkpointing_and_the_monitor_go_beside_it(meter: SampleMeter, tmp_path: Path) -> None:
     """Each reads its own peak of the same memory."""
     module, tuner = Net(), BatchSizeTuner(mode="grow")
     callbacks = [tuner, ActivationCheckpointing(blocks=nn.Linear), StepMonitor()]
@@ -795,13 +758,13 @@ class OfItsOwn(BatchSampler):
     ids=["auto", "scheduler", "batch sampler", "no loader"],
 )  # fmt: skip
 def test_what_does_not_go_together_is_said(
-    callbacks: list[Callback], options: dict[str, Any], loaders: Any, message: str, meter: Meter, tmp_path: Path
+    callbacks: list[Callback], options: dict[str, Any], loaders: Any, message: str, meter: SampleMeter, tmp_path: Path
 ) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         run(Net(), [BatchSizeTuner(mode="grow", **options), *callbacks], tmp_path, loaders=loaders)
 
 
-def test_a_global_batch_in_manual_optimization_is_refused(meter: Meter, tmp_path: Path) -> None:
+def test_a_global_batch_in_manual_optimization_is_refused(meter: SampleMeter, tmp_path: Path) -> None:
     module = Net()
     module.automatic_optimization = False
     with pytest.raises(MisconfigurationException, match="does not use in manual optimization: leave global_batch_size"):
@@ -814,7 +777,7 @@ def test_what_only_a_search_can_do_is_refused(option: dict[str, Any]) -> None:
         BatchSizeTuner(mode="grow", **option)
 
 
-def test_the_two_modes_take_each_others_settled_size(meter: Meter, tmp_path: Path) -> None:
+def test_the_two_modes_take_each_others_settled_size(meter: SampleMeter, tmp_path: Path) -> None:
     """A search's size is not grown again; a size that was still growing is not taken for a search's."""
     run(Net(), [BatchSizeTuner(), Save(tmp_path / "a.ckpt", 2)], tmp_path / "a", loaders=loader())
     module, tuner = Net(), BatchSizeTuner(mode="grow")
@@ -831,7 +794,7 @@ def test_the_two_modes_take_each_others_settled_size(meter: Meter, tmp_path: Pat
         assert [trial.size for trial in searching.trials] == tried
 
 
-def test_the_settled_size_is_logged_in_one_row(meter: Meter, tmp_path: Path) -> None:
+def test_the_settled_size_is_logged_in_one_row(meter: SampleMeter, tmp_path: Path) -> None:
     """As after a search: per device and of an optimizer step, where no monitor logs them in each row."""
     run(Net(), [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(), accumulate_grad_batches=2)
     [row] = rows(tmp_path, "batch_size/per_device")
@@ -843,28 +806,16 @@ def test_a_global_batch_of_no_size_is_refused() -> None:
         BatchSizeTuner(mode="grow", global_batch_size=0)
 
 
-def _worker(rank: int, port: int, whole: int | None, folder: str) -> None:
-    """One of two ranks, as `torchrun` would start it; the second has less memory."""
-    os.environ |= {
-        "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    torch.set_num_threads(1)
+def _grow(rank: int, whole: int | None, folder: Path) -> None:
+    """The second rank has less memory."""
     torch.manual_seed(0)
     module, tuner, counts = Net(), BatchSizeTuner(mode="grow", global_batch_size=whole), StepSizes()
-    with use_reader(Meter(limit=2000 - 400 * rank)) as reader:
-        METERS.append(reader)  # type: ignore[arg-type]
+    with metered(SampleMeter(limit=2000 - 400 * rank)):
         run(
-            module, [tuner, counts], Path(folder) / str(rank), loaders=loader(2000), devices=2,
+            module, [tuner, counts], folder / str(rank), loaders=loader(2000), devices=2,
             strategy=DDPStrategy(process_group_backend="gloo"), max_epochs=2,
         )  # fmt: skip
-    torch.save((module.seen, tuner.batch_size, counts.steps, module.net.weight.detach()), f"{folder}/{rank}.pt")
+    torch.save((module.seen, tuner.batch_size, counts.steps, module.net.weight.detach()), folder / f"{rank}.pt")
 
 
 @pytest.mark.slow
@@ -873,10 +824,7 @@ def test_two_ranks_grow_alike_to_what_fits_the_one_with_less_memory(
     whole: int | None, settles: int, tmp_path: Path
 ) -> None:
     """Equal sizes in every step, equal weights; an epoch's samples are seen once over both."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_worker, (port, whole, str(tmp_path)), nprocs=2)
+    on_two_ranks(_grow, whole, tmp_path)
     (seen, size, steps, weight), (other_seen, other_size, other_steps, other_weight) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
     )

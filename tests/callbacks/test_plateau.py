@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -12,6 +12,7 @@ from lightning_ckpt import BatchSizeTuner
 from lightning_ckpt.callbacks import _trials
 from lightning_ckpt.callbacks._plateau import TIMED_STEPS
 from lightning_ckpt.memory import use_reader
+from modules import trainer
 from recording import Clock, Meter
 
 MIB = 2**20
@@ -45,18 +46,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def search(module: Timed, **arguments: Any) -> BatchSizeTuner:
     """With a thousand MiB and a tenth of headroom, 900 samples fit."""
     tuner = BatchSizeTuner(memory_limit="1000MiB", **arguments)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=1,
-        callbacks=[tuner],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    with use_reader(module.meter):
-        trainer.fit(module, DataLoader(TensorDataset(torch.ones(5000, 2)), batch_size=4))
+    train(module, tuner)
     return tuner
+
+
+def train(module: Timed, tuner: BatchSizeTuner) -> None:
+    with use_reader(module.meter):
+        trainer([tuner], max_steps=1).fit(module, DataLoader(TensorDataset(torch.ones(5000, 2)), batch_size=4))
 
 
 def test_the_search_ends_where_samples_per_second_stop_growing(time: Clock) -> None:
@@ -122,9 +118,7 @@ def test_a_size_settled_before_is_used_after_one_trial(time: Clock) -> None:
     """A second fit asks for memory only."""
     module = Timed(time, Meter())
     tuner = search(module, stop_at_plateau=0.05)
-    trainer = Trainer(accelerator="cpu", max_steps=1, callbacks=[tuner], logger=False, enable_checkpointing=False)
     tried = len(tuner.trials)
-    with use_reader(module.meter):
-        trainer.fit(module, DataLoader(TensorDataset(torch.ones(5000, 2)), batch_size=4))
+    train(module, tuner)
     assert [trial.size for trial in tuner.trials[tried:]] == [32]
     assert tuner.batch_size == 32

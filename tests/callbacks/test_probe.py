@@ -20,6 +20,7 @@ from lightning_ckpt.callbacks import _longest
 from lightning_ckpt.callbacks._longest import Longest
 from lightning_ckpt.callbacks._sample_sizes import elements_of, size_of
 from lightning_ckpt.memory import use_reader
+from modules import trainer
 from recording import Clock, Meter
 
 MIB = 2**20
@@ -78,17 +79,8 @@ def fit(loader: Any, probe: Any, *, limit: int = 1000) -> tuple[Model, BatchSize
     meter, tuner = Meter(limit=limit * MIB), BatchSizeTuner(probe=probe)
     seed_everything(1, verbose=False)
     model = Model(meter)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        callbacks=[tuner],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     with use_reader(meter):
-        trainer.fit(model, loader)
+        trainer([tuner]).fit(model, loader)
     return model, tuner
 
 
@@ -215,17 +207,8 @@ def test_a_scan_leaves_random_numbers_as_they_were() -> None:
         seed_everything(1, verbose=False)
         model = Model(meter)
         tuners: list[Any] = [BatchSizeTuner(probe="longest")] if loader.batch_size == 4 else []
-        trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            callbacks=tuners,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
         with use_reader(meter):
-            trainer.fit(model, loader)
+            trainer(tuners).fit(model, loader)
         dataset: Any = loader.dataset
         own = (dataset.read, repr(dataset.rng.bit_generator.state))
         states.append((own, torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 from lightning_ckpt import BatchSizeTuner
 from lightning_ckpt.callbacks import _trials
 from lightning_ckpt.memory import use_reader
+from modules import trainer
 from recording import Clock, Meter, Rowed
 from two_ranks import on_two_ranks
 
@@ -59,22 +60,11 @@ def _search(rank: int, arguments: dict[str, Any], folder: Path) -> None:
     clock, meter, logger = Clock(), Meter(limit=200 * MIB), Rowed()
     _trials.perf_counter = clock  # type: ignore[assignment]
     tuner = BatchSizeTuner(**arguments)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo"),
-        max_steps=2,
-        limit_val_batches=2,
-        callbacks=[tuner],
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    ddp = DDPStrategy(process_group_backend="gloo")
+    running = trainer([tuner], devices=2, strategy=ddp, max_steps=2, limit_val_batches=2, logger=logger)
     with use_reader(meter):
-        trainer.fit(Net(rank, clock, meter, 24 if tuner.options.evaluation else 1e9))
-    told = tuner.batch_size, [(t.size, t.outcome, t.seconds) for t in tuner.trials], trainer.global_step
+        running.fit(Net(rank, clock, meter, 24 if tuner.options.evaluation else 1e9))
+    told = tuner.batch_size, [(t.size, t.outcome, t.seconds) for t in tuner.trials], running.global_step
     torch.save((told, [row for _, row in logger.calls if "batch_size/global" in row]), folder / f"{rank}.pt")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -14,33 +14,24 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ckpt import BatchSizeTuner
 from lightning_ckpt.memory import use_reader
+from modules import trainer
+from sample_meter import SampleMeter
 from two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.slow
 
-MIB = 2**20
 
-
-class Meter:
-    """2000 MiB; a step needs 1000 and 20 a sample, or more on the second rank."""
-
-    def __init__(self, each: int) -> None:
-        self.each, self.largest = each, 0
-
-    def reset_peak(self) -> None:
-        self.largest = 0
-
-    def peak(self) -> int:
-        return (1000 + self.each * self.largest) * MIB
-
-    def limit(self) -> int:
-        return 2000 * MIB
+def needing(each: int) -> SampleMeter:
+    """2000 MiB; a step needs 1000 and so many a sample."""
+    return SampleMeter(lambda size: 1000 + each * size)
 
 
 class Net(LightningModule):
     """BatchNorm, dropout and a loss that is logged over ranks; `fails_at` is a size that one rank can't take."""
 
-    def __init__(self, rank: int, meter: Meter, *, fails_at: int = 10**6, error: type[Exception] | None = None) -> None:
+    def __init__(
+        self, rank: int, meter: SampleMeter, *, fails_at: int = 10**6, error: type[Exception] | None = None
+    ) -> None:
         super().__init__()
         self.rank, self.meter, self.fails_at, self.error = rank, meter, fails_at, error
         self.batch_size = 4
@@ -50,7 +41,7 @@ class Net(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         size = len(batch[0])
-        self.meter.largest = max(self.meter.largest, size)
+        self.meter.see(size)
         if self.rank == 1 and size >= self.fails_at:
             raise self.error(f"CUDA out of memory at {size}") if self.error else torch.OutOfMemoryError("CUDA")
         loss = self.net(batch[0]).square().mean()
@@ -97,20 +88,9 @@ def fit(
     tuner: BatchSizeTuner | None = None,
 ) -> BatchSizeTuner:
     tuner = tuner or BatchSizeTuner()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=steps,
-        callbacks=[tuner] if tune else [],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    options: dict[str, Any] = {"devices": 2, "strategy": strategy, "max_epochs": None, "max_steps": steps}
     with use_reader(module.meter):
-        trainer.fit(module, data)
+        trainer([tuner] if tune else [], default_root_dir=folder, **options).fit(module, data)
     return tuner
 
 
@@ -121,9 +101,9 @@ def weights(module: nn.Module) -> list[Tensor]:
 
 def _unequal(rank: int, make: type[Net], strategy: Callable[[], Strategy], folder: Path) -> None:
     """The second rank needs twice the memory a sample: 20 samples fit there, and 40 on the first."""
-    module = make(rank, Meter(20 * (rank + 1)))
+    module = make(rank, needing(20 * (rank + 1)))
     tuner = fit(module, strategy(), folder)
-    by_hand = make(rank, Meter(20))
+    by_hand = make(rank, needing(20))
     by_hand.batch_size = tuner.batch_size or 0
     fit(by_hand, strategy(), folder, tune=False)
     told = tuner.batch_size, module.batch_size, [t.size for t in tuner.trials], [t.peak for t in tuner.trials]
@@ -148,7 +128,7 @@ def test_all_ranks_take_the_size_of_the_rank_with_the_least_room(
 
 def _runs_out(rank: int, folder: Path) -> None:
     """Only the second rank runs out of memory, from 15 samples on, which its meter does not foretell."""
-    module = Net(rank, Meter(20), fails_at=15)
+    module = Net(rank, needing(20), fails_at=15)
     tuner = fit(module, ddp(), folder)
     torch.save((tuner.batch_size, [trial.outcome for trial in tuner.trials]), folder / f"{rank}.pt")
 
@@ -163,7 +143,7 @@ def test_one_rank_that_runs_out_of_memory_bounds_all(tmp_path: Path) -> None:
 
 
 def _fails(rank: int, make: type[Net], strategy: Callable[[], Strategy], error: Any, folder: Path) -> None:
-    module = make(rank, Meter(20), fails_at=1, error=error)
+    module = make(rank, needing(20), fails_at=1, error=error)
     try:
         fit(module, strategy(), folder)
     except Exception as raised:
@@ -191,7 +171,7 @@ def test_out_of_memory_where_ranks_wait_for_one_another_ends_the_run(tmp_path: P
 
 def _handed(rank: int, sampler: bool, folder: Path) -> None:
     """200 samples a rank, and room for 400."""
-    module = Net(rank, Meter(2))
+    module = Net(rank, needing(2))
     tuner = fit(module, ddp(), folder, data=loader(4, share_of=rank if sampler else None))
     torch.save((tuner.batch_size, len(module.losses)), folder / f"{rank}.pt")
 
@@ -207,7 +187,7 @@ def test_a_loader_handed_to_fit_is_shared_out(sampler: bool, tmp_path: Path) -> 
 
 def _global(rank: int, folder: Path) -> None:
     """40 samples fit on a rank, and a step is to take 96 on both together."""
-    module = Net(rank, Meter(20))
+    module = Net(rank, needing(20))
     tuner = fit(module, ddp(), folder, tuner=BatchSizeTuner(global_batch_size=96))
     torch.save((tuner.batch_size, module.losses[-6:]), folder / f"{rank}.pt")
 
@@ -221,9 +201,9 @@ def test_a_global_batch_is_shared_out_among_ranks(tmp_path: Path) -> None:
 
 
 def _static(rank: int, folder: Path) -> None:
-    ours = Net(rank, Meter(20))
+    ours = Net(rank, needing(20))
     tuner = fit(ours, ddp(static_graph=True), folder, steps=4)
-    by_hand = Net(rank, Meter(20))
+    by_hand = Net(rank, needing(20))
     by_hand.batch_size = tuner.batch_size or 0
     fit(by_hand, ddp(static_graph=True), folder, tune=False, steps=4)
     torch.save((weights(ours), weights(by_hand)), folder / f"{rank}.pt")
