@@ -177,6 +177,17 @@ def test_a_noisy_meter_whose_larger_size_reads_less_does_not_confuse_it() -> Non
     assert search.propose([Measurement(2, 1010), Measurement(4, 900), Measurement(8, 890)]) == 16
 
 
+def test_a_meter_that_lets_go_slowly_is_given_room() -> None:
+    """A heap keeps most of what a step too large has taken: smaller and smaller steps down would use up the trials."""
+    search, measured, held = Search(target=723), [Measurement(2, 453), Measurement(4, 453), Measurement(128, 478)], 0.0
+    while (size := search.propose(measured, floor=453)) is not None:
+        needs = 452 + 0.212 * size
+        held = max(needs, needs + 0.85 * (held - needs))
+        measured.append(Measurement(size, round(held)))
+    assert [m.size for m in measured if m.peak > 723]
+    assert search.settled(measured) >= 0.7 * (723 - 452) / 0.212
+
+
 lines = st.lists(st.tuples(st.floats(0, 900_000), st.floats(10, 50_000)), min_size=1, max_size=4)
 
 
