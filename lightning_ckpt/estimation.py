@@ -13,7 +13,8 @@ from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.fake_memory import Kind
 from lightning_ckpt.fake_step import DeviceType, FakeTraining, OptimizerFactory
 from lightning_ckpt.fitting import largest_size
-from lightning_ckpt.policies import Full, Policy, SelectiveOps, resolve_policy
+from lightning_ckpt.policies import Full, Policy, SelectiveOps
+from lightning_ckpt.policy_names import resolve_policy
 from lightning_ckpt.precision import resolve_precision
 from lightning_ckpt.printed import as_text
 from lightning_ckpt.sizes import UNITS, parse_size

@@ -4,10 +4,12 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ckpt._compat import FakeTensorMode, is_sharded
 from lightning_ckpt.arguments import Arguments
@@ -34,9 +36,11 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None
         raise ValueError(f"{type(module).__name__}: {lazy[0]} is not made yet: run one batch through the module first")
     if any(map(is_sharded, module.modules())):
         raise ValueError(f"{type(module).__name__} is sharded: estimate the plain module, with ranks= for its shards")
+    held = [value for part in module.modules() for value in vars(part).values()]
     # A trainer holds the data, the loggers and the callbacks of a run, which the copy must not reach.
-    held = (value for part in module.modules() for value in vars(part).values())
     memo: dict[int, Any] = {id(value): None for value in held if type(value).__name__ == "Trainer"}
+    # Data may be large, and no step changes them.
+    memo |= {id(value): value for value in held if isinstance(value, Dataset | DataLoader | np.ndarray)}
     try:
         with _Faking(mode, {id(buffer) for buffer in module.buffers()}, dtype):
             made: nn.Module = copy.deepcopy(module, memo)

@@ -320,23 +320,6 @@ class ReplayContexts:
 Policy: TypeAlias = Full | SelectiveOps | MemoryBudget
 
 
-def resolve_policy(policy: str | Policy) -> Policy:
-    """The policy object that a shorthand stands for.
-
-    Raises:
-        ValueError: an unknown shorthand, or something that is no policy.
-    """
-    if isinstance(policy, Full | SelectiveOps | MemoryBudget):
-        return policy
-    shorthands: dict[str, Policy] = {"full": Full(), "selective": SelectiveOps(), "auto": MemoryBudget()}
-    if isinstance(policy, str) and policy in shorthands:
-        return shorthands[policy]
-    raise ValueError(
-        f'policy={policy!r}: accepted are "full", "selective", "auto", and the policy objects Full(...), '
-        "SelectiveOps(...) and MemoryBudget(...)"
-    )
-
-
 def _short(policy: Policy) -> str:
     """A policy as a user would write it: `Full(every=2)`."""
     given = {field.name: getattr(policy, field.name) for field in fields(policy)}

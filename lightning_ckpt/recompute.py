@@ -21,7 +21,8 @@ from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
 from lightning_ckpt.checkpointed_forward import Application, CheckpointedForward, DeterminismCheck, Observer
 from lightning_ckpt.coverage import Coverage, Portion
 from lightning_ckpt.owners import owner_of
-from lightning_ckpt.policies import Policy, ReplayContexts, keeping_calls, resolve_policy
+from lightning_ckpt.policies import Policy, ReplayContexts, keeping_calls
+from lightning_ckpt.policy_names import resolve_policy
 from lightning_ckpt.snapshot import Snapshot
 from lightning_ckpt.treatments import Treatment
 
@@ -161,8 +162,9 @@ def checkpoint_blocks(
 
     Args:
         model: any module. It keeps its class, names and `state_dict`.
-        policy: `"full"`, `"selective"`, `"auto"`, `Full(...)`, `SelectiveOps(...)` or `MemoryBudget(...)`. Under the
-            last everything is checkpointed until a `BudgetLoop` has measured some steps; the callback has one.
+        policy: `"full"`, `"selective"`, `"auto"`, `Full(...)`, `SelectiveOps(...)` or `MemoryBudget(...)`; options may
+            stand in the word too: `"full:every=2"`. Under a `MemoryBudget` everything is checkpointed until a
+            `BudgetLoop` has measured some steps; the callback has one.
         blocks: what to checkpoint; see `find_blocks`.
         preserve_rng_state: replay with the random numbers of the forward. Without it a replayed dropout draws another
             mask, and the gradients are wrong.

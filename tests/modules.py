@@ -6,9 +6,15 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from zoo import GPT, ResNet, mlp
+
+
+def is_estimated(batch: Tensor) -> bool:
+    """Whether a step is run on fake tensors, and not taken."""
+    return isinstance(batch, FakeTensor)
 
 
 class Language(LightningModule):

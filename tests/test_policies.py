@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ckpt import Full, MemoryBudget, SelectiveOps, checkpoint_blocks
-from lightning_ckpt.policies import keeping_calls, resolve_policy
+from lightning_ckpt.policies import keeping_calls
+from lightning_ckpt.policy_names import resolve_policy
 from zoo import mlp
 
 
@@ -94,10 +95,29 @@ def test_policies_are_values() -> None:
 
 
 def test_shorthands_stand_for_policies() -> None:
-    """`"full"` and `"selective"`; a policy stands for itself."""
+    """A word, with options after colons; a value alone is that of the first option. A policy stands for itself."""
     assert resolve_policy("full") == Full()
     assert resolve_policy("selective") == SelectiveOps("compute")
-    assert resolve_policy(Full(every=2)) == Full(every=2)
+    assert resolve_policy(Full(every=2)) == resolve_policy("full:every=2") == resolve_policy("full:2") == Full(every=2)
+    assert resolve_policy("full:segment_size=sqrt:select=first-2") == Full(segment_size="sqrt", select="first-2")
+    assert resolve_policy("auto:0.5") == MemoryBudget(0.5)
+    assert resolve_policy("auto:40GiB") == MemoryBudget("40GiB")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("half", 'accepted are "full", "selective", "auto", with options as in "full:every=2"'),
+        (None, "policy=None: accepted are"),
+        ("full:evry=2", "policy='full:evry=2': has no option 'evry=2'; it has every, segment_size, select"),
+        ("full:every=", "has no option 'every='"),
+        ("full:every=0", "policy='full:every=0': Full(every=0): accepted is a whole number of at least 1"),
+        ("auto:2.5", "policy='auto:2.5': MemoryBudget("),
+    ],
+)
+def test_a_word_that_is_none_is_told_what_there_is(wrong: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        resolve_policy(wrong)
 
 
 def _products_in_backward(policy: Any) -> int:

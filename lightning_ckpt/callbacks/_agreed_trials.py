@@ -1,7 +1,7 @@
 """Trials that all ranks take at once, judged for the rank with the least room."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_ckpt.callbacks._trials import Trials
 from lightning_ckpt.processes import Ranks
@@ -49,18 +49,26 @@ class AgreedTrials:
         self.floor = max(0, min(self._ranks.gather(self._trials.floor - self._more)))
         return self._agreed([measurement for measurement, _ in told]), max(seconds for _, seconds in told)
 
-    def warm_up(self, size: int) -> Measurement | None:
+    def warm_up(self, size: int) -> tuple[Measurement | None, Any]:
         """Take the first step on every rank, and tell what a second would measure, where every rank can tell.
+
+        Returns:
+            What a second would measure, and this rank's batch; None for what is not known.
 
         Raises:
             Exception: as `run`.
         """
-        told = self._told(
-            size, lambda: self._trials.warm_up(size), lambda hint: hint is not None and hint.out_of_memory
-        )
+        batch: Any = None
+
+        def take() -> Measurement | None:
+            nonlocal batch
+            hint, batch = self._trials.warm_up(size)
+            return hint
+
+        told = self._told(size, take, lambda hint: hint is not None and hint.out_of_memory)
         self.floor = max(0, min(self._ranks.gather(self._trials.floor - self._more)))
         hints = [hint for hint in told if hint is not None]
-        return self._agreed(hints) if len(hints) == len(told) else None
+        return (self._agreed(hints) if len(hints) == len(told) else None), batch
 
     def _agreed(self, measured: Sequence[Measurement]) -> Measurement:
         mores = self._ranks.gather(self._more)

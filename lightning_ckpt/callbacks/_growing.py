@@ -30,7 +30,8 @@ from lightning_ckpt.callbacks._trials import USABLE, Trial, floor_of
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unused
 from lightning_ckpt.oom import is_out_of_memory
-from lightning_ckpt.policies import MemoryBudget, resolve_policy
+from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.policy_names import resolve_policy
 from lightning_ckpt.processes import ranks_of
 from lightning_ckpt.search import Search
 from lightning_ckpt.sizes import format_size

@@ -1,5 +1,7 @@
 """One `fit`'s search for its batch size, by steps taken before training."""
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
@@ -7,6 +9,7 @@ from rich.console import Console
 from lightning_ckpt.callbacks._agreed_trials import AgreedTrials
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
+from lightning_ckpt.callbacks._first_jump import first_jump
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._pair import Pair
 from lightning_ckpt.callbacks._plateau import TIMED_STEPS, fastest, has_levelled_off, reach
@@ -106,9 +109,10 @@ class Searching:
                     break
             line.trying(size, self.trials, search.max_trials)
             if hint is None and not measured and self._takes_hints(size):
-                hint = trials.warm_up(size)
+                hint, batch = trials.warm_up(size)
                 if hint is not None:
-                    size = search.propose([], floor=trials.floor, hint=hint)
+                    jump = self._first_jump(batch, hint, search)
+                    size = jump or search.propose([], floor=trials.floor, hint=hint)
                     continue
             measured.append(self._try(search, trials, size))
             if size == self._known and search.fits(measured[0]):
@@ -126,6 +130,12 @@ class Searching:
         measurement, seconds = trials.run(size)
         self.trials.append(Trial(size, measurement.peak, seconds, _outcome(search, measurement)))
         return measurement
+
+    def _first_jump(self, batch: Any, hint: Measurement, search: Search) -> int | None:
+        """The smallest of what the ranks estimate; None where one of them can't."""
+        mine = first_jump(self._trainer, self._module, batch, hint, search) if search.fits(hint) else None
+        jumps = self._ranks.gather(mine)
+        return min((jump for jump in jumps if jump is not None), default=None) if None not in jumps else None
 
     def _takes_hints(self, size: int) -> bool:
         """Whether what the first step tells of a second may stand for a trial: only training counts, and its memory."""

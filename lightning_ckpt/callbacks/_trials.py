@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
 from lightning_ckpt.callbacks._evaluation import Evaluation
+from lightning_ckpt.callbacks._first_jump import Seen
 from lightning_ckpt.callbacks._loaders import MOST_BATCHES
 from lightning_ckpt.callbacks._phases import Held, Phases
 from lightning_ckpt.callbacks._trainer import (
@@ -123,16 +124,18 @@ class Trials:
         self._place.prepare(size)
         self._drawn = Snapshot([], data=self._place.drawn_from())
 
-    def warm_up(self, size: int) -> Measurement | None:
+    def warm_up(self, size: int) -> tuple[Measurement | None, Any]:
         """Take the first step, which makes gradients and optimizer state, and tell what a second would measure.
 
-        None where that can't be told: of a step that is not forward, backward and optimizer, or by a resident size.
+        Returns:
+            What a second would measure, None where that can't be told: of a step that is not forward, backward and
+            optimizer, or by a resident size; and the batch of the step, None where memory ran out.
 
         Raises:
             Exception: whatever the step raises, except running out of memory.
         """
-        taken = self.unless_out_of_memory(lambda: (self._first_step(size),))
-        return Measurement(size, self._peak(), out_of_memory=True) if taken is None else taken[0]
+        taken = self.unless_out_of_memory(lambda: self._first_step(size))
+        return (Measurement(size, self._peak(), out_of_memory=True), None) if taken is None else taken
 
     def run(self, size: int) -> tuple[Measurement, float]:
         """Take one step, after a first one that makes gradients and optimizer state where there are none.
@@ -189,9 +192,11 @@ class Trials:
         _wait_for(self._device)
         return perf_counter() - started
 
-    def _first_step(self, size: int) -> Measurement | None:
+    def _first_step(self, size: int) -> tuple[Measurement | None, Any]:
+        seen = Seen()
         with self._steps_with_phases(size) as step:
-            return self._begin(step, size)
+            set_callbacks(self._trainer, [self._phases, seen])
+            return self._begin(step, size), seen.batch
 
     def _step(self, size: int) -> tuple[Measurement, float]:
         with self._steps_with_phases(size) as step:

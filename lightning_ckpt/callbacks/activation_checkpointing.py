@@ -15,7 +15,8 @@ from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.compiled_budget import all_compiled
 from lightning_ckpt.coverage import Coverage
-from lightning_ckpt.policies import MemoryBudget, Policy, resolve_policy
+from lightning_ckpt.policies import MemoryBudget, Policy
+from lightning_ckpt.policy_names import resolve_policy
 from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
 
 
@@ -39,6 +40,7 @@ class ActivationCheckpointing(Callback):
             Its plan is printed, goes into the run's config and the trainer's checkpoints, and is tightened, with a log
             line, when a later step peaks above the budget. Of a model under `torch.compile` the compiler chooses: it
             is told, by PyTorch's `activation_memory_budget`, what share of the activations the budget lets it keep.
+            Options may stand in the word too: `"full:every=2"`, `"selective:attention"`, `"auto:40GiB"`.
         blocks: what to checkpoint: `None` for the model's repeated blocks, a module class, a class name, a glob on the
             qualified name (`"model.layers.*"`), a predicate `(name, module) -> bool`, or a list of these. Names are
             those below the `LightningModule`.

@@ -34,6 +34,9 @@ class BatchSizeTuner(Callback):
     size with the same dataset, sampler, workers and collate function. When the size changes, `configure_optimizers` is
     called once more, so that rates and schedules planned from the size or the number of batches see the new one.
 
+    How far to go after a small first step is estimated, where the step runs on fake tensors: `training_step` sees a few
+    batches of them, on a copy of the module.
+
     The trials run in `on_fit_start`, before the module's own `on_fit_start` and `on_train_start`; of the module's hooks
     only those of a batch are called. `ActivationCheckpointing` is put before this callback. The trials are printed as
     a table, and logged as a table of W&B; `batch_size/per_device` and `batch_size/global` are logged once, unless a

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, MemoryBudget
 from lightning_ckpt.callbacks._trials import Trials
 from lightning_ckpt.memory import AllocatorReader, use_reader
-from modules import Language, differences, fit
+from modules import Language, differences, fit, is_estimated
 from recording import Peaks
 
 LIMIT = 700_000
@@ -118,7 +118,8 @@ class RunsOut(Many):
 
     def training_step(self, batch: Any, *args: Any) -> Any:
         size = len(batch["input_ids"])
-        SEEN.append(size)
+        if not is_estimated(batch["input_ids"]):
+            SEEN.append(size)
         if size > 8 and SEEN.count(size) == 2 and not FAILED:
             FAILED.append(size)
             raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -630,7 +630,7 @@ def test_what_goes_wrong_in_the_users_code_is_one_line(target: Path, capsys: pyt
     ("arguments", "text"),
     [
         (["--policy", "none"], "--policy none: there is nothing to check in plain training"),
-        (["--policy", "most"], "policy 'most'"),
+        (["--policy", "most"], "policy='most': accepted are"),
         (["--max-slowdown", "0"], "--max-slowdown 0: accepted is a ratio above 0, like 1.5"),
         (["--steps", "0"], "--steps 0: accepted is a whole number of at least 1"),
         (["--memory-limit", "24GB"], "--memory-limit='24GB' is not a size"),

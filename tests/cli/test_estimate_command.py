@@ -271,7 +271,7 @@ def test_kernels_that_are_not_there_are_not_measured(capsys: pytest.CaptureFixtu
         ("training", ["--headroom", "1"], "--headroom 1.0: accepted is a share from 0 to below 1"),
         ("training", ["--batch-sizes", "1,x"], "--batch-sizes 1,x: give whole numbers of at least 1 by comma"),
         ("training", ["--batch-sizes", "0"], "--batch-sizes 0: give whole numbers"),
-        ("training", ["--policies", "most"], "policy 'most'"),
+        ("training", ["--policies", "most"], "policy='most': accepted are"),
         ("training", ["--precision", "8-true"], "--precision 8-true: accepted are"),
         ("training", ["--ranks", "0"], "--ranks 0: accepted is a whole number"),
         ("training", ["--device", "tpu"], "--device tpu: accepted are cuda and cpu"),
