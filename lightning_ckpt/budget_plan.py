@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from lightning_ckpt.causes import MemoryByCause
+from lightning_ckpt.printed import whole
 from lightning_ckpt.profiles import Profile, names_of
 from lightning_ckpt.sizes import format_size
 from lightning_ckpt.treatments import Treatment
@@ -65,7 +66,7 @@ class BudgetPlan:
         if self.solver == "greedy":
             caption += "; chosen by the greedy rule, since the solver ran out of time"
         title = f"Memory plan: {format_size(self.peak)} of {format_size(self.budget)}"
-        table = Table("Blocks", "Treatment", title=title, caption=caption)
+        table = Table(whole("Blocks"), "Treatment", title=title, caption=caption)
         rows = [(block.name, str(self.treatments.get(block.name, Treatment()))) for block in self.profile.blocks]
         rows += [(name, "replayed: not measured, since it had nothing to save") for name in self.unmeasured]
         for treatment, group in groupby(rows, itemgetter(1)):

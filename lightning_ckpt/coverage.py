@@ -6,7 +6,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from lightning_ckpt.printed import as_text
+from lightning_ckpt.printed import as_text, whole
 from lightning_ckpt.sizes import format_size
 
 
@@ -83,7 +83,8 @@ class Coverage:
             caption.append("One block is all of the model: its replay needs what the model does, and lowers no peak")
         if self.kept:
             caption.append(self._activations())
-        table = Table("Blocks", "Class", "Parameters", "Recomputed", title=title, caption="\n".join(caption))
+        columns = (whole("Blocks"), whole("Class"), "Parameters", "Recomputed")
+        table = Table(*columns, title=title, caption="\n".join(caption))
         if self.kept:
             table.add_column("Activations let go")
         for (_, kind, left_alone), group in groupby(self.portions, lambda p: (_parent(p.name), p.kind, p.left_alone)):

@@ -1,9 +1,14 @@
-"""A rich table as plain text, for `print` and for files."""
+"""Rich tables: columns of names, and a table as plain text, for `print` and for files."""
 
 import io
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+
+
+def whole(header: str) -> Column:
+    """A column of names, which where it is too narrow are broken, not cut: what is cut can't be told apart."""
+    return Column(header, overflow="fold")
 
 
 def as_text(table: Table) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_ckpt.printed import as_text
+from lightning_ckpt.printed import as_text, whole
 from lightning_ckpt.sizes import format_size
 
 
@@ -139,7 +139,7 @@ class Profile:
             f"Blocks: {format_size(self.kept_bytes)} kept plain beside {format_size(self.boundary_bytes)} of "
             f"boundaries, {self.replay_seconds * 1e3:.3g} ms to replay"
         )
-        table = Table("Blocks", "Class", title=title)
+        table = Table(whole("Blocks"), whole("Class"), title=title)
         for column in ("Kept", "Boundary", "Replay", "MiB per ms"):
             table.add_column(column, justify="right")
         for _, group in groupby(self.blocks, lambda b: (b.kind, b.kept_bytes, b.replay_seconds)):

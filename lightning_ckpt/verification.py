@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.policies import Policy
+from lightning_ckpt.printed import whole
 from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards
 from lightning_ckpt.snapshot import Snapshot
 from lightning_ckpt.training_step import LossFn, loss_of
@@ -68,7 +69,7 @@ class Verification:
         return f"{len(self.comparisons)} tensors of {len(self.blocks)} checkpointed blocks and the rest: {outcome}"
 
     def __rich__(self) -> Table:
-        table = Table("Tensor", "Largest difference", "Allowed", "Equal", title=str(self))
+        table = Table(whole("Tensor"), "Largest difference", "Allowed", "Equal", title=str(self))
         for comparison in self.comparisons[:10]:
             table.add_row(
                 comparison.name,

@@ -5,7 +5,7 @@ import torch
 from rich.table import Table
 
 from lightning_ckpt import checkpoint_blocks, estimate_memory, profile_blocks
-from lightning_ckpt.printed import as_text
+from lightning_ckpt.printed import as_text, whole
 from zoo import mlp
 
 
@@ -29,3 +29,13 @@ def test_what_the_package_finds_prints_as_its_table() -> None:
     for found, column in ((covered, "Recomputed"), (profile, "Boundary"), (estimate, "Temporary")):
         assert str(found) == as_text(found.__rich__())
         assert column in str(found)
+
+
+def test_a_long_name_is_broken_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every character is there, in a terminal that is too narrow for them."""
+    monkeypatch.setenv("COLUMNS", "40")
+    name = ".".join(f"part{number}" for number in range(12))
+    table = Table(whole("Blocks"), "Class")
+    table.add_row(name, "Block")
+    rows = [line for line in as_text(table).splitlines() if line.startswith("│")]
+    assert "".join(row.split("│")[1].strip() for row in rows) == name

@@ -14,6 +14,7 @@ from lightning_ckpt._compat import storage_id
 from lightning_ckpt.blocks import find_blocks
 from lightning_ckpt.causes import WHAT_ELSE_HELPS, unique_bytes
 from lightning_ckpt.policies import Policy
+from lightning_ckpt.printed import whole
 from lightning_ckpt.relief import Relief, relief
 from lightning_ckpt.sizes import format_size
 
@@ -87,7 +88,8 @@ class OutOfMemoryReport:
     def _largest(self) -> RenderableType | None:
         if not self.blocks:
             return None
-        table = Table("Largest blocks", "Class", caption="" if self.failure.let_go else "None is checkpointed")
+        caption = "" if self.failure.let_go else "None is checkpointed"
+        table = Table(whole("Largest blocks"), whole("Class"), caption=caption)
         for column in ("Parameters", "Activations let go"):
             table.add_column(column, justify="right")
         for name, kind, size in self.blocks:

@@ -45,7 +45,9 @@ class TunerOptions:
         for optional in ("max_val", "init_val", "global_batch_size"):
             if getattr(self, optional) is not None:
                 _check_count(optional, getattr(self, optional))
-        _check_range(self.min_val, self.max_val, self.init_val, self.multiple_of)
+        # Of fewer ranks than there will be: what divides their share of the samples divides all of them.
+        Search(0, self.min_val, self.max_val, self.multiple_of, divides=self.global_batch_size)
+        _check_first(self.init_val, self.min_val, self.max_val)
         _check_probe(self.probe)
         _check_growth(self.stop_at_plateau)
         _check_switch("evaluation", self.evaluation)
@@ -104,7 +106,6 @@ def _check_switch(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: accepted are True and False")
 
 
-def _check_range(min_val: int, max_val: int | None, init_val: int | None, multiple_of: int) -> None:
-    Search(0, min_val, max_val, multiple_of)
+def _check_first(init_val: int | None, min_val: int, max_val: int | None) -> None:
     if init_val is not None and (init_val < min_val or (max_val is not None and init_val > max_val)):
         raise ValueError(f"init_val={init_val}: give a size from min_val={min_val} to max_val={max_val}")

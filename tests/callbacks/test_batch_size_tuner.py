@@ -984,6 +984,10 @@ def test_finders_of_lightning_beside_it_are_refused(
         ({"multiple_of": -8}, "multiple_of=-8: give a whole number"),
         ({"min_val": 9, "max_val": 15, "multiple_of": 8}, "no multiple of multiple_of=8 lies between min_val=9 and"),
         ({"init_val": 4, "min_val": 8}, "init_val=4: give a size from min_val=8 to max_val=None"),
+        (
+            {"min_val": 9, "global_batch_size": 16, "max_val": 15},
+            "that divides 16 lies between min_val=9 and max_val=15",
+        ),
         ({"memory_limit": "40 GB"}, "memory_limit='40 GB' is not a size"),
     ],
     ids=str,
