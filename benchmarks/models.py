@@ -59,14 +59,12 @@ class GPT(nn.Module):
     def __init__(self, depth: int = 12, width: int = 128, vocabulary: int = 256) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(128, width)
-        self.blocks = nn.ModuleList([Block(width, 4, causal=True) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(width, 4, causal=True) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(x)))
 
 
 class ViT(nn.Module):
@@ -74,15 +72,13 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 8, stride=8)
         self.cls = nn.Parameter(torch.zeros(1, 1, width))
-        self.layers = nn.ModuleList([Block(width, 4, causal=False) for _ in range(depth)])
+        self.layers = nn.Sequential(*[Block(width, 4, causal=False) for _ in range(depth)])
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x[:, 0])
+        return self.head(self.layers(x)[:, 0])
 
 
 class Residual(nn.Module):
