@@ -113,7 +113,11 @@ Not run here:
         for arm in self.ours:
             if arm.budget:
                 peer = self.fastest_peer(arm.budget)
-                beside = f"{peer.ratio(plain):.2f} with the fastest peer within it, {peer.name}" if peer else "no peer"
+                beside = (
+                    f"{peer.ratio(plain):.2f} with the fastest peer within it, {peer.name}"
+                    if peer
+                    else "no peer trains within it as plain does"
+                )
                 lines.append(f"- Within {arm.budget / MIB:.1f} MiB: {arm.ratio(plain):.2f} of plain's step; {beside}.")
         return "\n".join(lines)
 

@@ -7,7 +7,7 @@
 Each way to treat a model has a fresh process of its own, with the same seed, batch and blocks. The processes take one
 step each, in an order that turns, and each round gives one ratio to the plain model's step, so that a machine that
 slows down slows all. Peaks are exact: the CPU allocator's every byte. `peer_setups.py` says how each is set up. Two
-peers are extras: `pip install ckptplan==0.1.0rc1 torch-remat`; what is not installed is named in the table.
+peers are in the extra `peers`; what is not installed is named below the table.
 """
 
 import argparse

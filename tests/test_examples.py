@@ -154,6 +154,7 @@ def test_the_vit_reads_digits_the_same_with_checkpointing(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_the_llama_trains_the_same_adapters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
