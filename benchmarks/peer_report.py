@@ -210,22 +210,23 @@ own. Budgets are 25, 50 and 75 % of the way from the peak of `full` to that of p
 
 def plot(side: Side, path: Path) -> None:
     """Draw peaks against step times: ours filled and joined, the peers hollow."""
-    from matplotlib.figure import Figure  # only here: a run that writes nothing needs no matplotlib
+    from matplotlib import colormaps  # only here: a run that writes nothing needs no matplotlib
+    from matplotlib.figure import Figure
 
     plain = side.arm(PLAIN)
     figure = Figure(figsize=(8.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    joined = sorted([plain, *side.ours], key=lambda arm: arm.peak)
-    line = [arm for arm in joined if arm is plain or arm.budget or arm.name == FULL]
+    line = [arm for arm in side.arms if arm.name in (PLAIN, FULL) or arm.budget]
+    line.sort(key=lambda arm: arm.peak)
     axes.plot([arm.ratio(plain) for arm in line], [arm.peak / MIB for arm in line], "-", color="0.7", zorder=1)
-    markers = iter("osDv^<>phX")
-    for number, arm in enumerate(side.arms):
-        own = arm in side.ours or arm is plain
-        ink = f"C{number % 10}" if arm is not plain else "black"
-        style = {"s": 60, "marker": "o"} if own else {"s": 110, "marker": next(markers), "facecolors": "none"}
-        axes.scatter(
-            arm.ratio(plain), arm.peak / MIB, edgecolors=ink, color=ink if own else None, label=arm.name, **style
-        )
+    blues, markers, inks = iter((0.95, 0.4, 0.8, 0.65, 0.5)), iter("osDv^<>phX"), iter(range(1, 11))
+    for arm in side.arms:
+        if arm is plain or arm in side.ours:
+            ink = "black" if arm is plain else colormaps["Blues"](next(blues))
+            style = {"s": 60, "marker": "o", "color": ink}
+        else:
+            style = {"s": 110, "marker": next(markers), "edgecolors": f"C{next(inks)}", "facecolors": "none"}
+        axes.scatter(arm.ratio(plain), arm.peak / MIB, label=arm.name, **style)
     axes.set(xlabel="step time, of plain", ylabel="peak of a training step (MiB)", title=side.model)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from importlib.metadata import distributions
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -202,9 +203,11 @@ def environment(arguments: list[str]) -> dict[str, str]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT
     )
+    here = {one.metadata["Name"].replace("-", "_"): one.version for one in distributions()}
+    peers = "".join(f"{name} {here[name]}, " for name in ("transformers", "torch_remat", "ckptplan") if name in here)
     return {
         "device": f"cpu, {platform.machine()}, each process on one thread",
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}",
+        "versions": f"torch {torch.__version__}, {peers}Python {platform.python_version()}, {platform.system()}",
         "commit": f"{commit.stdout.strip() or 'unknown'}, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
         "command": " ".join(["python benchmarks/peers.py", *arguments]),
     }
