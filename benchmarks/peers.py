@@ -224,7 +224,7 @@ def write(results: Results, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=SUBJECTS, default=list(SUBJECTS), help="which, default all")
-    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds of steps, default 20")
+    parser.add_argument("--rounds", type=int, default=12, help="interleaved rounds of steps, default 12")
     parser.add_argument("--tiny", action="store_true", help="small models, for a try")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="write page and pictures of these numbers again")
