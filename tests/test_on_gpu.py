@@ -83,6 +83,7 @@ def test_the_peak_falls_to_a_third() -> None:
     assert peaks[1] <= peaks[0] / 3
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")  # not of all kinds
 def test_a_checkpointed_step_never_waits_for_the_device() -> None:
     """PyTorch raises on any synchronising call while this mode is on."""
     model = GPT().cuda()
