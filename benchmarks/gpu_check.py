@@ -42,7 +42,9 @@ def run_all(check: Check, sections: Mapping[str, Section], save: Callable[[], No
         began = time.monotonic()
         left = check.left()
         if left < (0 if check.tiny else section.seconds):
-            check.found[name] = {"left out": f"{max(0, left):.0f} s were left, and it takes up to {section.seconds:.0f}"}
+            check.found[name] = {
+                "left out": f"{max(0, left):.0f} s were left, and it takes up to {section.seconds:.0f}"
+            }
         else:
             print(f"{name} ...", flush=True)
             check.found[name] = _attempt(check, section)

@@ -30,6 +30,9 @@ def total(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
+@pytest.mark.supports(
+    strategy="single device", precision="32-true", policy=["full", "selective", "segments"], compile="no"
+)
 @pytest.mark.parametrize("kind", ["gpt", "resnet", "llama", "lora-llama", "moe"])
 @pytest.mark.parametrize("policy", ["full", "selective", Full(segment_size=2)], ids=["full", "selective", "segments"])
 def test_good_models_are_equal_in_every_tensor(kind: str, policy: Any) -> None:
