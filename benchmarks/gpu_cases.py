@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_models import Subject, in_bf16, to_device
+from gpu_models import Subject, in_bf16
 from overhead import timed
 from planner import FRACTIONS, settle
 
@@ -53,8 +53,8 @@ class Training:
         self.workload = in_bf16(subject.workload, device)
         self.base = held(reader)
         torch.manual_seed(0)
-        self.model = subject.workload.make().to(device).train()
-        self.batch = to_device(subject.workload.batch(), device)
+        with device:
+            self.model, self.batch = subject.workload.make().train(), subject.workload.batch()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def step(self) -> None:

@@ -1,7 +1,7 @@
 """Everything that only an accelerator can show, by one command: its tests, and what checkpointing takes there.
 
-    python benchmarks/gpu_check.py                        # writes benchmarks/results/gpu_check_<device>_<yyyymm>.json
-    python benchmarks/gpu_check.py --device cpu --tiny    # the same way with tiny models, as continuous integration does
+    python benchmarks/gpu_check.py                        # writes benchmarks/results/gpu_check_<device>_<yyyymm>.*
+    python benchmarks/gpu_check.py --device cpu --tiny    # the same way with tiny models, as a test does
 
 Under eight minutes on one large GPU. It runs the tests marked `gpu`; trains GPT, GPT-2 of Hugging Face, ViT and U-Net
 in bf16 under every way of checkpointing; holds estimates to the peaks that were measured, `BatchSizeTuner` to the
@@ -129,9 +129,6 @@ def main(arguments: list[str] | None = None, sections: Mapping[str, Section] = S
     if device.type == "cpu" and not args.tiny:
         parser.error("a CPU takes hours for models of this size: add --tiny")
 
-    warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning_ckpt", "transformers"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     check = Check(device, args.tiny, until=time.monotonic() + 60 * args.minutes)
     report = about(check, arguments) | {"minutes": args.minutes, "sections": check.found}
     args.out.mkdir(parents=True, exist_ok=True)
@@ -149,4 +146,7 @@ def main(arguments: list[str] | None = None, sections: Mapping[str, Section] = S
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning_ckpt", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     sys.exit(main())

@@ -60,11 +60,6 @@ def in_bf16(workload: Workload, device: torch.device) -> Workload:
     return replace(workload, loss=loss)
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """A tensor, or a tuple of tensors, on a device."""
-    return batch.to(device) if isinstance(batch, Tensor) else tuple(part.to(device) for part in batch)
-
-
 def _gpt(samples: int, tiny: bool) -> Subject:
     """GPT-2 medium, 355 million parameters, with a longer context."""
     size = {"depth": 24, "width": 1024, "vocabulary": 50_304, "heads": 16, "context": 2048, "tied": True}

@@ -81,15 +81,15 @@ def _case(name: str, case: Said, plain: float | None) -> list[str]:
 
 def _estimates(said: Said) -> str:
     head = ("model", "policy", "kernels' own memory", "estimated", "real", "error")
-    sizes = ("estimated", "real")
-    return _table(
-        head,
-        (
-            [row["model"], row["policy"], row["workspaces"], *(format_size(row[size]) for size in sizes)]
-            + [f"{row['error']:+.2%}"]
-            for row in said["rows"]
-        ),
+    rows = (
+        [
+            *(row[column] for column in ("model", "policy", "workspaces")),
+            *(format_size(row[column]) for column in ("estimated", "real")),
+            f"{row['error']:+.2%}",
+        ]
+        for row in said["rows"]
     )
+    return _table(head, rows)
 
 
 def _batch_size(said: Said) -> str:

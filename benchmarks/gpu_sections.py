@@ -139,7 +139,7 @@ def batch_size(check: Check) -> dict[str, Any]:
     """What `BatchSizeTuner` settles on, against the largest batch with which steps go through."""
     depth, width, context = (4, 32, 64) if check.tiny else (8, 512, 256)
     kind = ("GPT", lambda: GPT(depth, width, context=context), lambda: tokens(1, context + 1)[0])
-    limit = 24 * 2**20 if check.tiny else min(16 * GIB, check.room // 2)
+    limit = 48 * 2**20 if check.tiny else min(16 * GIB, check.room // 2)
     with tempfile.TemporaryDirectory() as folder, limited(check.device, limit) as reader:
         largest = by_size.largest_of(lambda size: (peak_at(size, kind, folder, check, reader) or limit + 1) <= limit)
         by_size.STEPS.clear()

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 import torch
-
-import gpu_check
 from gpu_sections import SECTIONS, Check, Section
 
 ROOT = Path(__file__).parents[1]
@@ -75,13 +74,6 @@ def run(folder: Path, sections: dict[str, Section], *more: str) -> tuple[int, di
     ended = gpu_check.main(["--device", "cpu", "--tiny", "--out", str(folder), *more], sections)
     (page,) = folder.glob("*.md")
     return ended, report_in(folder)["sections"], page.read_text("utf-8")
-
-
-@pytest.fixture(autouse=True)
-def _as_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the script silences for itself is not silent for the tests that follow."""
-    monkeypatch.setattr("warnings.simplefilter", lambda *args: None)
-    monkeypatch.setattr("logging.Logger.setLevel", lambda *args: None)
 
 
 def test_a_section_that_fails_loses_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
