@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,16 +156,23 @@ def held(reader: MemoryReader) -> int:
 
 
 def measure(
-    subject: Subject, device: torch.device, rounds: int, peaks: dict[str, float], left: Callable[[], float]
+    subject: Subject,
+    device: torch.device,
+    peaks: dict[str, float],
+    left: Callable[[], float],
+    *,
+    rounds: int = 4,
+    fractions: Sequence[float] = FRACTIONS,
 ) -> dict[str, Any]:
     """Everything about one model. A case that fails keeps its error, and the others go on.
 
     Args:
         subject: the model.
         device: where it trains.
-        rounds: of timed steps.
         peaks: FLOP/s of the device by format, as `hardware.peak_flops` gives them; empty where unknown.
-        left: the seconds that are left for it.
+        left: tells the seconds that are left.
+        rounds: of timed steps.
+        fractions: budgets, as shares of the way from the peak of full checkpointing to that of none.
     """
     release_unused(device)
     with reading(device) as reader:
@@ -175,7 +182,7 @@ def measure(
             training.attempt(case, training.take)
         plain, full = cases[:2]
         if not plain.error and not full.error:
-            for fraction in FRACTIONS:
+            for fraction in fractions:
                 case, budget = Case(f"auto, {fraction:.0%}"), int(full.peak + fraction * (plain.peak - full.peak))
                 training.attempt(case, partial(training.plan, budget=budget), training.take)
                 cases.append(case)

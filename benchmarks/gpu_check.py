@@ -14,6 +14,7 @@ A section that fails leaves its error in the report, and the others go on; the e
 import argparse
 import contextlib
 import datetime
+import gc
 import json
 import logging
 import platform
@@ -149,4 +150,6 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning_ckpt", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    gc.collect()
+    gc.freeze()  # collections between measurements then pass over all that was imported
     sys.exit(main())

@@ -43,9 +43,9 @@ def subjects(tiny: bool, room: int) -> dict[str, Subject]:
     """The models by name, with batches for a device of so many bytes."""
     share = 1 if tiny else min(8, max(1, room // (10 * GIB)))  # of the batch for 80 GiB, in eighths
     return {
-        "GPT": _gpt(8 if tiny else share, tiny),
-        "GPT-2 of Hugging Face": _hugging_face(8 if tiny else share, tiny),
-        "ViT": _vit(8 if tiny else 8 * share, tiny),
+        "GPT": _gpt(4 if tiny else share, tiny),
+        "GPT-2 of Hugging Face": _hugging_face(4 if tiny else share, tiny),
+        "ViT": _vit(4 if tiny else 8 * share, tiny),
         "U-Net": _unet(2 * share, tiny),
     }
 
@@ -64,7 +64,7 @@ def _gpt(samples: int, tiny: bool) -> Subject:
     """GPT-2 medium, 355 million parameters, with a longer context."""
     size = {"depth": 24, "width": 1024, "vocabulary": 50_304, "heads": 16, "context": 2048, "tied": True}
     if tiny:
-        size |= {"depth": 4, "width": 64, "vocabulary": 256, "heads": 4, "context": 64}
+        size |= {"depth": 3, "width": 32, "vocabulary": 256, "heads": 4, "context": 64}
 
     def batch() -> Tensor:
         return tokens(samples, size["context"] + 1, size["vocabulary"])
@@ -79,7 +79,7 @@ def _hugging_face(samples: int, tiny: bool) -> Subject:
 
     size = {"n_positions": 2048, "n_embd": 1024, "n_layer": 24, "n_head": 16}
     if tiny:
-        size = {"n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4}
+        size = {"n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
     config = GPT2Config(**size, vocab_size=256 if tiny else 50_304, use_cache=False, bos_token_id=0, eos_token_id=0)
 
     def batch() -> Tensor:
@@ -97,7 +97,7 @@ def _vit(samples: int, tiny: bool) -> Subject:
     size = {"depth": 24, "width": 1024, "heads": 16, "patch": 16, "classes": 1000}
     side = 224
     if tiny:
-        size, side = {"depth": 4, "width": 64, "heads": 4, "patch": 8, "classes": 10}, 64
+        size, side = {"depth": 3, "width": 32, "heads": 4, "patch": 8, "classes": 10}, 64
     workload = Workload(
         lambda: ViT(**size), lambda: images(samples, side, size["classes"]), label, blocks="layers.*", uneven=False
     )
@@ -107,7 +107,7 @@ def _vit(samples: int, tiny: bool) -> Subject:
 
 def _unet(samples: int, tiny: bool) -> Subject:
     """Four stages whose resolution halves and whose width doubles."""
-    width, side = (8, 64) if tiny else (64, 256)
+    width, side = (8, 32) if tiny else (64, 256)
     blocks = ["downs.*", "ups.*"]
     workload = Workload(lambda: UNet(width), lambda: torch.randn(samples, 3, side, side), restored, blocks=blocks)
     return _with_wrapper(workload, samples, None)
