@@ -45,7 +45,7 @@ def subjects(tiny: bool, room: int) -> dict[str, Subject]:
     return {
         "GPT": _gpt(4 if tiny else share, tiny),
         "GPT-2 of Hugging Face": _hugging_face(4 if tiny else share, tiny),
-        "ViT": _vit(4 if tiny else 8 * share, tiny),
+        "ViT": _vit(16 if tiny else 8 * share, tiny),
         "U-Net": _unet(2 * share, tiny),
     }
 

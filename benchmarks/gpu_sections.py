@@ -143,23 +143,27 @@ def batch_size(check: Check) -> dict[str, Any]:
     limit = 48 * 2**20 if check.tiny else min(16 * GIB, check.room // 2)
     with tempfile.TemporaryDirectory() as folder, limited(check.device, limit) as reader:
         largest = by_size.largest_of(lambda size: (peak_at(size, kind, folder, check, reader) or limit + 1) <= limit)
-        by_size.STEPS.clear()
-        by_size.ERRORS.clear()
-        task, searched, tuner = by_size.Task(kind), by_size.Searched(), BatchSizeTuner()
-        began = time.perf_counter()
-        train(task, [tuner, searched], folder, check)
-        settled = tuner.batch_size or 0
-        return {
-            "limit": limit,
-            "headroom": tuner.options.headroom,
-            "largest": largest,
-            "settled": settled,
-            "share": settled / largest,
-            "peak": peak_at(settled, kind, folder, check, reader),
-            "steps": searched.steps,
-            "out_of_memory_errors": searched.errors,
-            "seconds_of_search": searched.at - began,
-        }
+        found = searched(kind, folder, check)
+        settled = found["settled"]
+        about = {"limit": limit, "largest": largest, "share": settled / largest}
+        return about | found | {"peak": peak_at(settled, kind, folder, check, reader)}
+
+
+def searched(kind: by_size.Kind, folder: str, check: Check) -> dict[str, Any]:
+    """A search by `BatchSizeTuner`; what it trained is let go."""
+    by_size.STEPS.clear()
+    by_size.ERRORS.clear()
+    tuner, end = BatchSizeTuner(), by_size.Searched()
+    release_unused(check.device)
+    began = time.perf_counter()
+    train(by_size.Task(kind), [tuner, end], folder, check)
+    return {
+        "headroom": tuner.options.headroom,
+        "settled": tuner.batch_size or 0,
+        "steps": end.steps,
+        "out_of_memory_errors": end.errors,
+        "seconds_of_search": end.at - began,
+    }
 
 
 @contextmanager
