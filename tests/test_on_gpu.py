@@ -62,7 +62,7 @@ def test_random_numbers_of_the_device_are_replayed(block: type[nn.Module]) -> No
 )
 @pytest.mark.parametrize("policy", ["full", "selective", Full(segment_size=2)], ids=["full", "selective", "segments"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_gradients_equal_plain_within_what_two_plain_runs_differ(policy: Any, dtype: torch.dtype | None) -> None:
+def test_gradients_equal_plain_within_what_plain_runs_differ(policy: Any, dtype: torch.dtype | None) -> None:
     """A GPT on the device, in float32 and under autocast; float16 with its loss scaled, as a trainer does it."""
     model = GPT().cuda()
 
