@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_ckpt import Full, MemoryBudget, checkpoint_blocks, find_blocks
 from lightning_ckpt.budget_loop import BudgetLoop
 from lightning_ckpt.budget_plan import BudgetPlan
-from lightning_ckpt.memory import AllocatorReader, Interval, use_reader
+from lightning_ckpt.memory import AllocatorReader, Interval, MemoryReader, use_reader
+from lightning_ckpt.recompute import CheckpointedBlocks
 
 ROOT = Path(__file__).resolve().parent.parent
 FRACTIONS = (0.25, 0.5, 0.75)
@@ -82,12 +83,19 @@ def peak_of(step: Callable[[], None], reader: AllocatorReader, warm: int = 2) ->
     return interval.peak()
 
 
-def settle(model: nn.Module, workload: Workload, batch: Any, budget: int, reader: AllocatorReader) -> Settled:
+def settle(
+    handle: CheckpointedBlocks,
+    model: nn.Module,
+    workload: Workload,
+    batch: Any,
+    budget: int,
+    reader: MemoryReader,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device | str = "cpu",
+) -> Settled:
     """Train under a budget until the plan stands, and leave it in place."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    handle = checkpoint_blocks(model, "auto", blocks=workload.blocks)
     predicted: int | None = None
-    with BudgetLoop(handle, model, MemoryBudget(budget), optimizers=[optimizer], device="cpu") as loop:
+    with BudgetLoop(handle, model, MemoryBudget(budget), optimizers=[optimizer], device=device) as loop:
         for steps in range(8):  # noqa: B007 - told below
             interval = Interval(reader)
             interval.reset_peak()
@@ -196,7 +204,10 @@ def measure(name: str, fraction: float, rounds: int) -> Result:
         arms["selective"] = arm("selective", lambda twin: selective(twin, workload))
         before = reader.current()
         twin = copy.deepcopy(model)
-        settled = settle(twin, workload, batch, budget + before - base, reader)
+        handle = checkpoint_blocks(twin, "auto", blocks=workload.blocks)
+        optimizer = torch.optim.AdamW(twin.parameters())
+        settled = settle(handle, twin, workload, batch, budget + before - base, reader, optimizer)
+        del optimizer
         ours = Arm("auto", trained(twin, workload, batch))
         ours.peak = peak_of(ours.step, reader) - before + base
         arms["auto"] = ours

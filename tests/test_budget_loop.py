@@ -132,6 +132,7 @@ def _next_token(model: nn.Module, ids: Tensor) -> Tensor:
 SMALL = Workload(lambda: GPT(depth=4, width=64), lambda: torch.randint(0, 50, (8, 48)), _next_token)
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy="auto", compile="no")
 @pytest.mark.parametrize("fraction", [0.2, 0.6])
 def test_training_under_a_plan_is_plain_training(fraction: float) -> None:
     """Weights, optimizer state and random numbers after some steps are those of plain training, bit for bit."""

@@ -77,15 +77,22 @@ def train(rank: int, wrap: Wrap, kind: str, policy: str, before: bool, out: Path
     dist.destroy_process_group()
 
 
+IN_BFLOAT16 = "FSDP2 mixed precision policy"
+
+
+def shows(strategy: str, policy: str, precision: str = "32-true") -> pytest.MarkDecorator:
+    return pytest.mark.supports(strategy=strategy, precision=precision, policy=policy, compile="no")
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["applied before", "applied after"])
 @pytest.mark.parametrize(
     ("wrap", "kind", "policy"),
     [
-        (ddp, "resnet", "full"),
-        (ddp_unused, "gpt", "selective"),
-        (sharded, "gpt", "full"),
-        (sharded_whole, "gpt", "full"),
-        (sharded_in_bfloat16, "gpt", "selective"),
+        pytest.param(ddp, "resnet", "full", marks=shows("DDP", "full")),
+        pytest.param(ddp_unused, "gpt", "selective", marks=shows("DDP", "selective")),
+        pytest.param(sharded, "gpt", "full", marks=shows("FSDP2", "full")),
+        pytest.param(sharded_whole, "gpt", "full", marks=shows("FSDP2", "full")),
+        pytest.param(sharded_in_bfloat16, "gpt", "selective", marks=shows("FSDP2", "selective", IN_BFLOAT16)),
     ],
 )
 def test_two_ranks_get_the_gradients_of_plain_training(

@@ -56,6 +56,7 @@ def test_the_labels_are_the_next_characters() -> None:
     assert "import" in bytes(train_gpt.Sources(context=4096)[0]["input_ids"].tolist()).decode("ascii")
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective", "auto"], compile="no")
 @pytest.mark.parametrize("policy", ["full", "selective", "auto"])
 def test_the_gpt_learns_the_same_with_every_policy(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

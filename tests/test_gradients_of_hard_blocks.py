@@ -489,6 +489,7 @@ def test_every_adapter_behind_a_frozen_embedding_learns(policy: Any) -> None:
 # --- precision and modes ---
 
 
+@pytest.mark.supports(strategy="single device", precision="bf16-mixed", policy=["full", "segments"], compile="no")
 @pytest.mark.parametrize("policy", ["full", Full(segment_size=2)], ids=["full", "segments"])
 def test_a_weight_that_autocast_has_cast_once_serves_several_blocks(policy: Any) -> None:
     """Shared inside and outside of blocks, and used without gradients in between: the cache of casts misleads none."""
@@ -895,6 +896,7 @@ def test_a_patched_model_exports_as_the_plain_one() -> None:
         assert list(exported.state_dict) == list(plain.state_dict())
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy="full", compile=["whole", "by block"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at every tensor
 @pytest.mark.parametrize("order", ["model first", "blocks first", "blocks in place"])
 def test_compiling_before_or_after_gives_the_plain_gradients(order: str) -> None:

@@ -40,6 +40,7 @@ class Spy(Callback):
 # --- the same training ---
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective"], compile="no")
 @pytest.mark.parametrize("policy", ["full", "selective", Full(every=2)])
 @pytest.mark.parametrize("kind", [Language, Images, Adversaries])
 def test_training_leaves_what_plain_training_leaves(kind: type, policy: Any) -> None:
@@ -53,6 +54,9 @@ def test_training_leaves_what_plain_training_leaves(kind: type, policy: Any) -> 
     assert counted.replays > 0
 
 
+@pytest.mark.supports(
+    strategy="single device", precision=["32-true", "bf16-mixed", "bf16-true"], policy="full", compile="no"
+)
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16-mixed"}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}]
 )
