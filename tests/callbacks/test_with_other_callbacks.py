@@ -23,14 +23,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equality import Replays
 from lightning_ckpt import ActivationCheckpointing, checkpoint_blocks, is_recomputing
 from lightning_ckpt.recompute import CheckpointedForward
 from modules import Adversaries, Images, Language, differences, fit, trainer
-from zoo import GPTBlock, llama
+from zoo import GPTBlock
 
 
 def ours(**options: Any) -> ActivationCheckpointing:
@@ -224,63 +223,36 @@ class _WrapsInSetup(SingleDeviceStrategy):
         super().setup(trainer)
 
 
+def _one_step_wrapped(callback: ActivationCheckpointing) -> tuple[Language, Replays, list[str]]:
+    """A step under such a strategy: the module, the calls inside its first block, and the blocks that are ours."""
+    module, spy = Language(), _Patched()
+    calls = Replays(module.gpt.blocks[0])
+    running = trainer([callback, spy], strategy=_WrapsInSetup("cpu"), limit_train_batches=1, limit_val_batches=0)
+    running.fit(module)
+    assert [isinstance(block, CheckpointWrapper) for block in module.gpt.blocks] == [True] * 3
+    return module, calls, spy.patched
+
+
+_PARTS = len(list(GPTBlock(16, 4, 0.0).modules())) - 1
+
+
 @pytest.mark.parametrize("blocks", [None, GPTBlock, "gpt.blocks.*"], ids=["found", "class", "glob"])
 def test_a_strategy_that_checkpoints_by_itself_keeps_its_one_level(blocks: Any) -> None:
     """It wraps after our setup: ours stands aside with a warning, and every block runs twice a step, not thrice."""
-    module, spy, calls = Language(), _Patched(), []
-    module.gpt.blocks[0].qkv.register_forward_pre_hook(lambda *_: calls.append(1))
-    running = trainer(
-        [ours(blocks=blocks), spy],
-        strategy=_WrapsInSetup("cpu"),
-        limit_train_batches=1,
-        limit_val_batches=0,
-    )
     with pytest.warns(UserWarning, match=r"Left alone: gpt\.blocks\..*checkpointed by its owner: a CheckpointWrapper"):
-        running.fit(module)
-    assert [isinstance(block, CheckpointWrapper) for block in module.gpt.blocks] == [True] * 3
-    assert spy.patched == []
-    assert len(calls) == 2
+        _, calls, patched = _one_step_wrapped(ours(blocks=blocks))
+    assert patched == []
+    assert calls.calls == 2 * _PARTS
 
 
-class _Llama(LightningModule):
-    """A Hugging Face model as users hold it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = llama()
-
-    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        return self.model(input_ids=ids, labels=ids).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0)), batch_size=2)
-
-
-class _LlamaByItsOwner(_Llama):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.activation_checkpointing_enable()
-
-
-def test_a_hugging_face_model_that_checkpoints_itself_is_left_alone() -> None:
-    """One warning; each layer runs twice a step as its owner asked; the training is the owner's. Off, it is ours."""
-    for make, warned in ((_LlamaByItsOwner, True), (_Llama, False)):
-        torch.manual_seed(0)
-        module = make()
-        plain = _Llama()
-        plain.load_state_dict(module.state_dict())
-        counted = Replays(module.model.model.layers[1].mlp)
-        if warned:
-            with pytest.warns(UserWarning, match="checkpointed by its owner: gradient_checkpointing=True"):
-                left = fit(module, [ours()])
-        else:
-            left = fit(module, [ours()])
-        assert counted.calls == 2 * 2 * len(list(module.model.model.layers[1].mlp.children()))
-        assert (counted.replays > 0) is not warned
-        assert not differences(left, fit(plain))
+@pytest.mark.parametrize("blocks", [None, GPTBlock, "gpt.blocks.*"], ids=["found", "class", "glob"])
+def test_a_strategys_checkpointing_is_replaced_on_request(blocks: Any) -> None:
+    """`existing="replace"`: ours in its place, every block still runs twice, and its wrappers act again after."""
+    module, calls, patched = _one_step_wrapped(ours(blocks=blocks, existing="replace"))
+    assert len(patched) == 3
+    assert (calls.calls, calls.replays) == (2 * _PARTS, _PARTS)
+    module.gpt(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert (calls.calls, calls.replays) == (4 * _PARTS, _PARTS)
 
 
 # --- names, copies, exports ---
