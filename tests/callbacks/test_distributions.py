@@ -171,7 +171,8 @@ def test_where_the_other_is_loaded_first_the_callbacks_are_its_own(tmp_path: Pat
         class Module(BoringModel):
             def __init__(self):
                 super().__init__()
-                self.layer = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in "abc"], nn.Linear(32, 2))
+                blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in "abc"]
+                self.layer = nn.Sequential(*blocks, nn.Linear(32, 2))
 
         for kind in (ActivationCheckpointing, BatchSizeTuner, StepMonitor):
             assert issubclass(kind, pytorch_lightning.Callback), kind

@@ -13,8 +13,10 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -129,6 +131,7 @@ class _WithBackbone(Plain):
 
 OTHERS: dict[str, Callable[[], list[Callback]]] = {
     "weight averaging": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)],
+    "moving average of weights": lambda: [EMAWeightAveraging(decay=0.5)],
     "accumulation schedule": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
 }
 
@@ -166,6 +169,30 @@ def test_a_search_for_the_learning_rate_finds_and_leaves_the_same(last: bool, tm
     same_as_plain(Searched, lambda: [search()], last=last, default_root_dir=tmp_path, limit_val_batches=0)
 
 
+class _Fails(Plain):
+    """Ends with an error in its second epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 1 and batch_idx == 1:
+            raise ZeroDivisionError("in the user's code")
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["ours first", "ours last"])
+def test_a_checkpoint_saved_on_an_exception_is_the_plain_runs(last: bool, tmp_path: Path) -> None:
+    """`OnExceptionCheckpoint`, before our undoing or after it: the file goes on to the plain run's weights."""
+    left = []
+    for name, own in (("ours", [ours()]), ("plain", [])):
+        saving = OnExceptionCheckpoint(tmp_path, filename=name)
+        torch.manual_seed(0)
+        with pytest.raises(ZeroDivisionError, match="in the user's code"):
+            fit(_Fails(), [saving, *own] if last else [*own, saving], max_epochs=3)
+        resumed = trainer(own, max_epochs=3)
+        resumed.fit(Plain(), ckpt_path=tmp_path / f"{name}.ckpt", weights_only=False)
+        assert resumed.global_step == 12
+        left.append(dict(resumed.lightning_module.state_dict()))
+    assert not differences(*left)
+
+
 # --- training options ---
 
 
@@ -178,12 +205,13 @@ def test_a_search_for_the_learning_rate_finds_and_leaves_the_same(last: bool, tm
         {"check_val_every_n_epoch": None, "val_check_interval": 1},
         {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
         {"inference_mode": False},
+        {"strategy": "auto", "accelerator": "auto"},
     ],
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.filterwarnings("ignore:You are using `torch.autograd.set_detect_anomaly`")
 def test_options_of_the_trainer_leave_the_plain_training(options: dict[str, Any]) -> None:
-    """Clipping, anomaly detection, overfitting, validation between steps, reloading, no inference mode."""
+    """Clipping, anomaly detection, overfitting, validation between steps, reloading, no inference mode, "auto"."""
     same_as_plain(Images, **options)
 
 
