@@ -230,7 +230,9 @@ def composable_checkpoint(module: nn.Module) -> Any:
     """
     room: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
     states: Any = sys.modules.get("torch.distributed._composable.contract")
-    return vars(module).get(states.STATE_KEY, {}).get(room.checkpoint) if room and states else None
+    # Asked of a module that has no such state, PyTorch would leave an empty one on it.
+    applied = room is not None and states is not None and states.STATE_KEY in vars(module)
+    return room.checkpoint.state(module) if applied else None
 
 
 def inside_checkpoint() -> bool:
