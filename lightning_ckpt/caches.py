@@ -48,8 +48,9 @@ def turn_caches_off(model: nn.Module, blocks: Iterable[str]) -> Callable[[], Non
     """
     parts = trained_caching_parts(model, blocks)
     hooks = [
-        module.register_forward_pre_hook(partial(_without_cache, _place(module)), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_without_cache, place), with_kwargs=True)
         for module in parts.values()
+        if (place := _place(module)) is not None
     ]
     if parts and is_first_rank():
         _tell(", ".join(repr(name) if name else "the model" for name in outermost(parts)))

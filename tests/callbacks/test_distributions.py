@@ -92,7 +92,7 @@ def test_the_tuner_finds_the_same_size(mode: str) -> None:
                 enable_progress_bar=True,
             )
         found.append((module.batch_size, left))
-    assert found[0][0] == found[1][0] == 40
+    assert 32 < found[0][0] == found[1][0] <= 40
     assert not differences(found[0][1], found[1][1])
 
 

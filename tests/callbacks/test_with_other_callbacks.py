@@ -185,7 +185,7 @@ def test_a_checkpoint_saved_on_an_exception_is_the_plain_runs(last: bool, tmp_pa
         saving = OnExceptionCheckpoint(tmp_path, filename=name)
         torch.manual_seed(0)
         with pytest.raises(ZeroDivisionError, match="in the user's code"):
-            fit(_Fails(), [saving, *own] if last else [*own, saving], max_epochs=3)
+            fit(_Fails(), [saving, *own] if last else [*own, saving], max_epochs=3, enable_checkpointing=True)
         resumed = trainer(own, max_epochs=3)
         resumed.fit(Plain(), ckpt_path=tmp_path / f"{name}.ckpt", weights_only=False)
         assert resumed.global_step == 12
