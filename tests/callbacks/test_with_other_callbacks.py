@@ -177,6 +177,9 @@ class _Fails(Plain):
             raise ZeroDivisionError("in the user's code")
 
 
+@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")  # Lightning looks for its file
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning")
 @pytest.mark.parametrize("last", [False, True], ids=["ours first", "ours last"])
 def test_a_checkpoint_saved_on_an_exception_is_the_plain_runs(last: bool, tmp_path: Path) -> None:
     """`OnExceptionCheckpoint`, before our undoing or after it: the file goes on to the plain run's weights."""
@@ -184,8 +187,10 @@ def test_a_checkpoint_saved_on_an_exception_is_the_plain_runs(last: bool, tmp_pa
     for name, own in (("ours", [ours()]), ("plain", [])):
         saving = OnExceptionCheckpoint(tmp_path, filename=name)
         torch.manual_seed(0)
+        callbacks = [saving, *own] if last else [*own, saving]
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 3}
         with pytest.raises(ZeroDivisionError, match="in the user's code"):
-            fit(_Fails(), [saving, *own] if last else [*own, saving], max_epochs=3, enable_checkpointing=True)
+            fit(_Fails(), callbacks, **options)
         resumed = trainer(own, max_epochs=3)
         resumed.fit(Plain(), ckpt_path=tmp_path / f"{name}.ckpt", weights_only=False)
         assert resumed.global_step == 12
