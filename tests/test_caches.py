@@ -97,3 +97,15 @@ def test_outermost_names_are_those_in_no_other() -> None:
     """The model's own name is empty and holds all others; a common beginning is no nesting."""
     assert outermost(["a", "a.b", "ab", "c.d"]) == ["a", "ab", "c.d"]
     assert outermost(["", "a", "b"]) == [""]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at every tensor
+def test_a_compiled_model_fills_none_without_a_graph_break() -> None:
+    """The hook that turns it off is compiled with the rest."""
+    model = llama()
+    with checkpoint_blocks(model):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        out = compiled(input_ids=tokens(), labels=tokens())
+        out.loss.backward()
+    assert out.past_key_values is None
