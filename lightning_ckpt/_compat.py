@@ -66,7 +66,9 @@ __all__ = [
     "TorchDispatchMode",
     "allocations_during",
     "compiled_graphs",
+    "composable_checkpoint",
     "in_checkpoint_replay",
+    "inside_checkpoint",
     "is_compiled",
     "pinned",
     "without_modes",
@@ -218,6 +220,24 @@ def in_checkpoint_replay() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def composable_checkpoint(module: nn.Module) -> Any:
+    """What PyTorch's composable `checkpoint` keeps of a module: its `enable_hook` says whether it acts; else `None`.
+
+    The whole of it is private. What nobody has loaded nobody has applied, and to load it would load all of
+    `torch.distributed`.
+    """
+    room: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    states: Any = sys.modules.get("torch.distributed._composable.contract")
+    # Asked of a module that has no such state, PyTorch would leave an empty one on it.
+    applied = room is not None and states is not None and states.STATE_KEY in vars(module)
+    return room.checkpoint.state(module) if applied else None
+
+
+def inside_checkpoint() -> bool:
+    """Whether the caller runs within a forward that `torch.utils.checkpoint` was given, there or in its replay."""
+    return getattr(who_saves(), "__module__", None) == "torch.utils.checkpoint" or in_checkpoint_replay()
 
 
 def compiled_graphs() -> int:

@@ -241,7 +241,9 @@ def _repeats(children: list[Named]) -> list[Named]:
 
 def _structure(module: nn.Module) -> Any:
     """What two blocks must share to be a repetition: the class, and for PyTorch's plain containers their content."""
-    module = getattr(module, "_orig_mod", module)  # a block that `torch.compile` wraps counts as what it wraps
+    # A block that `torch.compile` or PyTorch's own checkpointing wraps counts as what it wraps.
+    for wrapped in ("_orig_mod", "_checkpoint_wrapped_module"):
+        module = getattr(module, wrapped, module)
     if type(module) in _CONTAINERS:
         return type(module), tuple(_structure(child) for child in module.children())
     return type(module)

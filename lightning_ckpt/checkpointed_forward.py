@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ckpt._compat import inside_transform, is_sharded, without_modes
+from lightning_ckpt._compat import inside_checkpoint, inside_transform, is_sharded, without_modes
 from lightning_ckpt.activations import Keeping
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.block_state import Buffers, Parameters
@@ -72,6 +72,8 @@ class Application:
         self._open: weakref.ref[Segment] | None = None
         self._said_why = False
         self._told: set[tuple[type, str]] = set()
+        self._looked: set[str] = set()
+        self._said_inside = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The contexts are local functions, and a segment is nothing to take along.
@@ -119,6 +121,19 @@ class Application:
                     kind.__name__,
                     change,
                 )
+
+    def look_around(self, name: str) -> None:
+        """Tell, once, of a checkpoint of the model's own around a block; the first call of each is looked at."""
+        if name in self._looked:
+            return
+        self._looked.add(name)
+        if inside_checkpoint() and not self._said_inside:
+            self._said_inside = True
+            _log.warning(
+                "Block %r is called inside torch.utils.checkpoint by the model itself, which replays it too, so each "
+                "step computes it three times: turn that one off, or leave the block out of blocks, unless it is meant",
+                name,
+            )
 
     def _refuses(self, block: nn.Module, arguments: Arguments) -> str | None:
         if arguments.opaque:
@@ -201,6 +216,7 @@ class CheckpointedForward:
         arguments = Arguments(args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(arguments.tensors, block.parameters())):
             return self.plain(block, *args, **kwargs)
+        self.how.look_around(self.name)
         observers = self.how.observers
         for observer in observers:
             observer.forward_begins(self.name)

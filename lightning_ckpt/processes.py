@@ -63,6 +63,11 @@ class Processes:
         return int(most)
 
 
+def is_first_rank() -> bool:
+    """Whether this process is the first of its run, or the only one."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 def ranks_of(world_size: int) -> Ranks:
     """Return the ranks of a run of this many processes."""
     return Processes() if world_size > 1 else Alone()

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 
 from lightning_ckpt.callbacks import _trainer
 from lightning_ckpt.callbacks._batch_size import places_of
 from lightning_ckpt.callbacks._clock import clock_for
+from lightning_ckpt.callbacks._distributions import MisconfigurationException, is_a
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._growing_loader import GrowingLoader, growing, samples_to_grow_into
 from lightning_ckpt.callbacks._growth import Growth, News
@@ -85,7 +85,7 @@ class Growing:
         self._was_over = False
         self._undo = around_train_loaders(trainer, self._take)
         handed = _trainer.train_loaders_handed(trainer)
-        if isinstance(handed, CombinedLoader):  # Lightning puts what it prepares into this very object
+        if is_a(handed, CombinedLoader):  # Lightning puts what it prepares into this very object
             _trainer.hand_train_loaders(trainer, changed(handed, lambda leaf: leaf))
         self._interval = Interval(reader_for(trainer.strategy.root_device))
         self._clock = clock_for(trainer.strategy.root_device)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._budget_run import BudgetRun
+from lightning_ckpt.callbacks._distributions import Callback
 from lightning_ckpt.callbacks._trainer import set_callbacks
 from lightning_ckpt.callbacks._trials import Trial, Trials
 from lightning_ckpt.policies import MemoryBudget

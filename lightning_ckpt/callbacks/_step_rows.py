@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_ckpt.callbacks._clock import Clock, HostClock, Spans
+from lightning_ckpt.callbacks._distributions import is_a
 from lightning_ckpt.callbacks._ranks import Reduced, reducer
 from lightning_ckpt.callbacks._step_warnings import RowWarnings
 from lightning_ckpt.callbacks._trainer import batch_share, wandb_names
@@ -161,7 +162,7 @@ class Rows:
         """Tell W&B the axis of each key, and what its summary is to show."""
         self._declared.update(keys)
         for logger in self._trainer.loggers:
-            if keys and isinstance(logger, WandbLogger):
+            if keys and is_a(logger, WandbLogger):
                 axis, prefix = wandb_names(logger)
                 logger.experiment.define_metric(axis)
                 for key in keys:

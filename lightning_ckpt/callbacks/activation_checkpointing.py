@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 
@@ -10,11 +10,13 @@ from lightning_ckpt.blocks import Blocks, find_blocks
 from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._budget_run import BudgetRun
 from lightning_ckpt.callbacks._compiled_run import CompiledRun
+from lightning_ckpt.callbacks._distributions import Callback
 from lightning_ckpt.callbacks._trainer import callbacks_of, is_compiled_whole, set_callbacks
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.compiled_budget import all_compiled
 from lightning_ckpt.coverage import Coverage
+from lightning_ckpt.owners import Existing, owner_of
 from lightning_ckpt.policies import MemoryBudget, Policy
 from lightning_ckpt.policy_names import resolve_policy
 from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
@@ -51,6 +53,10 @@ class ActivationCheckpointing(Callback):
         check_steps: how many training batches `"values"` checks before it makes way for `"default"`, and says so;
             `None` checks them all. It takes a digest of every operator's results, twice, and waits for the device at
             the end of each backward pass.
+        existing: what becomes of checkpointing that the model's owner has turned on, by Hugging Face's
+            `gradient_checkpointing_enable()`, timm's `set_grad_checkpointing()`, PyTorch's `CheckpointWrapper` or
+            composable `checkpoint`, or a strategy's `activation_checkpointing_policy`: `"keep"` leaves its blocks to
+            it, with a warning; `"replace"` turns it off while `fit` runs.
         monitor: log memory and throughput each step: `True`, `False`, or a `StepMonitor` of your own. A `StepMonitor`
             among the trainer's callbacks takes its place.
 
@@ -71,9 +77,10 @@ class ActivationCheckpointing(Callback):
         preserve_rng_state: bool = True,
         determinism_check: DeterminismCheck = "default",
         check_steps: int | None = 3,
+        existing: Existing = "keep",
         monitor: bool | StepMonitor = True,
     ) -> None:
-        check_options(policy, blocks, preserve_rng_state, determinism_check)
+        check_options(policy, blocks, preserve_rng_state, determinism_check, existing)
         if check_steps is not None and (type(check_steps) is not int or check_steps < 1):
             raise ValueError(f"check_steps={check_steps!r}: accepted are a whole number of at least 1, and None")
         if not isinstance(monitor, bool | StepMonitor):
@@ -83,10 +90,11 @@ class ActivationCheckpointing(Callback):
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
         self.check_steps = check_steps
+        self.existing = existing
         self.monitor = monitor
         self._to_check = 0
         self._handle: CheckpointedBlocks | None = None
-        self._found: list[tuple[str, int]] = []
+        self._found: list[tuple[str, int, str | None]] = []
         self._added_monitor: StepMonitor | None = None
         self._budget_run: BudgetRun | None = None
         self._compiled_run: CompiledRun | None = None
@@ -211,6 +219,7 @@ class ActivationCheckpointing(Callback):
             blocks=self.blocks,
             preserve_rng_state=self.preserve_rng_state,
             determinism_check=self.determinism_check,
+            existing=self.existing,
         )
         self._found = _identities(pl_module, self.blocks)
         self._to_check = self.check_steps or 0
@@ -255,5 +264,6 @@ class ActivationCheckpointing(Callback):
             logger.log_hyperparams({"activation_checkpointing": plan})
 
 
-def _identities(pl_module: LightningModule, blocks: Blocks | None) -> list[tuple[str, int]]:
-    return [(name, id(block)) for name, block in find_blocks(pl_module, blocks)]
+def _identities(pl_module: LightningModule, blocks: Blocks | None) -> list[tuple[str, int, str | None]]:
+    """The blocks there are, and what else checkpoints them: either may change before training starts."""
+    return [(name, id(block), owner_of(pl_module, name)) for name, block in find_blocks(pl_module, blocks)]

@@ -3,11 +3,11 @@
 from dataclasses import asdict
 from typing import Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch.nn.parameter import is_lazy
 
+from lightning_ckpt.callbacks._distributions import Callback, MisconfigurationException, is_a
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._growing import Growing
 from lightning_ckpt.callbacks._room import room_of
@@ -272,13 +272,13 @@ class BatchSizeTuner(Callback):
 
     def _refuse(self, trainer: Trainer) -> None:
         for other in callbacks_of(trainer):
-            if isinstance(other, LearningRateFinder):
+            if is_a(other, LearningRateFinder):
                 raise MisconfigurationException(
                     "LearningRateFinder would run before BatchSizeTuner, since Lightning moves it to the front, and "
                     "find a rate for a batch size that then changes: find the size first, in a `fit` without it, set "
                     "it by hand, and find the learning rate after"
                 )
-            if isinstance(other, BatchSizeFinder):
+            if is_a(other, BatchSizeFinder):
                 raise MisconfigurationException(
                     "BatchSizeFinder and BatchSizeTuner both set the batch size: leave one of them out"
                 )

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from lightning_ckpt.callbacks._distributions import Callback
 from lightning_ckpt.callbacks._step_run import Run, Settings
 from lightning_ckpt.oom import is_out_of_memory
 
