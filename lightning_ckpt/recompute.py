@@ -181,7 +181,7 @@ def checkpoint_blocks(
     Blocks that can't be checkpointed are left alone with a warning that says why: already checkpointed, by an earlier
     call or by the model's owner, or compiled by TorchScript.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "abc"])
         >>> handle = checkpoint_blocks(model, Full(every=2))
         >>> handle.blocks

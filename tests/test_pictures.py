@@ -49,7 +49,7 @@ def test_the_pictures_are_what_the_scripts_draw(script: ModuleType) -> None:
 
 
 def test_every_picture_is_made_by_a_script(script: ModuleType) -> None:
-    """Those in docs by the two scripts, as the numbers beside them; those of a result by the one that its page names."""
+    """Those in docs by the two scripts, as the numbers beside them; those of a result by the one its page names."""
     made = {ROOT / "docs/pictures" / name for name in (*script.pictures(), *drawings.drawings())}
     scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
     for file in (ROOT / "docs/pictures").iterdir():

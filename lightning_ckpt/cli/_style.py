@@ -34,7 +34,8 @@ svg .level { stroke-dasharray: 1 3; }
 
 
 def as_file(picture: str) -> str:
-    """Return an inline picture as the content of an SVG file, with its own paper."""
+    """Return an inline picture as the content of an SVG file, with its own paper and the width it is drawn for."""
     name = 'xmlns="http://www.w3.org/2000/svg"'
-    paper = "svg { background: var(--paper); color: var(--ink); }"
+    width = picture.partition('viewBox="0 0 ')[2].partition(" ")[0]
+    paper = f"svg {{ background: var(--paper); color: var(--ink); width: {width}px; }}"
     return picture.replace("<svg", f"<svg {name}", 1).replace(">", f"><style>{COLOURS}{DRAWN}{paper}</style>", 1) + "\n"
