@@ -26,26 +26,31 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     docs = Path(config.docs_dir)
     pages = [path.relative_to(docs).as_posix() for path in sorted(docs.rglob("*.md"))]
     pages += [name for name in carried() if name.endswith(".md")]
-    config.nav = _filled(config.nav, [page for page in pages if page not in set(_named(config.nav))])
+    named = set(_named(config.nav))
+    config.nav = _filled(config.nav, [page for page in pages if page not in named])
     return config
 
 
-def _named(items: list[Any]) -> list[str]:
-    """The pages and patterns of a part of the navigation: pages, and sections, which have lists of their own."""
-    return [name for item in items for name in ([item] if isinstance(item, str) else _named(*item.values()))]
+def _named(part: Any) -> list[str]:
+    """The pages and patterns of a part of the navigation: a page, a section with its title, or a list of these."""
+    if isinstance(part, str):
+        return [part]
+    return [name for inner in (part.values() if isinstance(part, dict) else part) for name in _named(inner)]
 
 
-def _filled(items: list[Any], rest: list[str]) -> list[Any]:
-    filled: list[Any] = []
-    for item in items:
-        if isinstance(item, dict):
-            filled.append({title: _filled(part, rest) for title, part in item.items()})
-        elif "*" in item:
-            pattern = re.escape(item).replace(r"\*", "[^/]*")
-            filled += [page for page in rest if re.fullmatch(pattern, page)]
-        else:
-            filled.append(item)
-    return filled
+def _filled(part: Any, rest: list[str]) -> Any:
+    if isinstance(part, dict):
+        return {title: _filled(inner, rest) for title, inner in part.items()}
+    if isinstance(part, list):
+        return [page for inner in part for page in _spread(inner, rest)]
+    return part
+
+
+def _spread(part: Any, rest: list[str]) -> list[Any]:
+    if not isinstance(part, str) or "*" not in part:
+        return [_filled(part, rest)]
+    pattern = re.escape(part).replace(r"\*", "[^/]*")
+    return [page for page in rest if re.fullmatch(pattern, page)]
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
