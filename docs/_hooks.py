@@ -1,10 +1,12 @@
-"""How the site is made of more than docs: the changelog, what was measured, the examples.
+"""How the site is made of more than docs: the changelog, what was measured, and every file that a page links.
 
-Pages link these as a reader of the repository does, `../benchmarks/results/...`. Each file is carried into the site
-under its own path, and the links follow. In the navigation a pattern stands for the pages that are named nowhere else.
+Pages link files beside docs as a reader of the repository does, `../benchmarks/results/...`. Each is carried into the
+site under its own path, and the links follow. In the navigation a pattern stands for the pages that are named nowhere
+else.
 """
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,22 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parent.parent
-CARRIED = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/results/*.*", "examples/*.py")
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 
 
+@cache
 def carried() -> list[str]:
     """Return the files from beside docs, by their paths in the repository."""
-    return [path.relative_to(ROOT).as_posix() for pattern in CARRIED for path in sorted(ROOT.glob(pattern))]
+    found = {ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md", *(ROOT / "benchmarks/results").glob("*.*")}
+    for page in DOCS.glob("*.md"):
+        found |= {ROOT / name for name in re.findall(r"\]\(\.\./([^)#]+)", page.read_text(encoding="utf-8"))}
+    return sorted(path.relative_to(ROOT).as_posix() for path in found if path.is_file())
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put pages in the place of patterns."""
-    docs = Path(config.docs_dir)
-    pages = [path.relative_to(docs).as_posix() for path in sorted(docs.rglob("*.md"))]
+    pages = sorted(path.name for path in DOCS.glob("*.md"))
     pages += [name for name in carried() if name.endswith(".md")]
     named = set(_named(config.nav))
     config.nav = _filled(config.nav, [page for page in pages if page not in named])
