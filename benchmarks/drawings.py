@@ -87,12 +87,14 @@ def over_a_step(chain: Chain) -> str:
     x = Scale(most=chain.checkpointed_cost, start=inside.left, end=inside.right, ticks=8)
     y = Scale(most=chain.plain_tensors, start=inside.bottom, end=inside.top)
     parts = grid(x, y, inside, "time, in forward passes of one layer", "tensors")
-    for name, levels, ink in (("plain", plain_step(chain), PLAIN), ("checkpointed", checkpointed_step(chain), OURS)):
+    curves = (("plain", plain_step(chain), PLAIN, "start"), ("checkpointed", checkpointed_step(chain), OURS, "middle"))
+    for name, levels, ink, anchor in curves:
         curve = stairs([(x(time), y(held)) for time, held in levels])
         parts.append(path([*curve, (curve[-1][0], y(0)), (curve[0][0], y(0))], class_="area", fill=ink))
         parts.append(path(curve, class_="curve", stroke=ink))
         time, most = max(levels, key=lambda level: level[1])
-        parts.append(text(f"{name}, {most}", x(time) + 14, y(most) - 8, class_="name", fill=ink))
+        said = f"{name}, {most}"
+        parts.append(text(said, x(time) + 14, y(most) - 8, text_anchor=anchor, class_="name", fill=ink))
     turn = x(chain.layers * chain.forward_cost)
     parts.append(tag("line", x1=turn, x2=turn, y1=inside.top, y2=inside.bottom, class_="phase"))
     parts.append(text("forward", turn - 8, inside.top + 10, text_anchor="end", class_="tick"))
