@@ -84,7 +84,7 @@ class BudgetLoop:
     Raises:
         ValueError: a fraction of a memory that the device does not tell.
 
-    Example:
+    Examples:
         A training loop of one's own::
 
             with checkpoint_blocks(model, "auto") as handle, BudgetLoop(

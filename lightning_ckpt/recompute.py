@@ -192,7 +192,7 @@ def checkpoint_blocks(
     call or by the model's owner, or compiled by TorchScript. Hugging Face models fill no key-value cache in training
     meanwhile, with a log line; their configuration stays as it is.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "abc"])
         >>> handle = checkpoint_blocks(model, Full(every=2))
         >>> handle.blocks

@@ -21,7 +21,7 @@ def is_recomputing() -> bool:
 
     Guard the side effect, not the computation: what forward computed with gradients, the replay must compute again.
 
-    Example:
+    Examples:
         >>> balance = []
         >>> class Router(torch.nn.Linear):
         ...     def forward(self, x):

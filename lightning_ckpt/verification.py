@@ -114,7 +114,7 @@ def verify_gradients(
         ValueError: there is no loss to run, or none that depends on a parameter, or no block that can be checkpointed.
         TypeError: `module` is no module.
 
-    Example:
+    Examples:
         >>> layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(3)]
         >>> model = torch.nn.Sequential(*layers)
         >>> verify_gradients(model, torch.randn(2, 4), lambda model, x: model(x).sum()).equal

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -53,6 +54,17 @@ def test_a_lightning_module_brings_its_own_step(kind: type) -> None:
     """Its `training_step`, which logs, runs without a trainer and without a warning."""
     module = kind()
     assert verify_gradients(module, next(iter(module.train_dataloader()))).equal
+
+
+def test_a_module_that_has_trained_logs_to_nobody() -> None:
+    """Its trainer, which it keeps after `fit`, is not asked to log; its own `log` is what it was."""
+    module = Language()
+    Trainer(fast_dev_run=1, enable_progress_bar=False, enable_model_summary=False).fit(module)
+    assert verify_gradients(module, next(iter(module.train_dataloader()))).equal
+    assert "log" not in vars(module)
+    module.log = kept = print
+    assert verify_gradients(module, next(iter(module.train_dataloader()))).equal
+    assert module.log is kept
 
 
 def test_the_batch_index_goes_by_position() -> None:

@@ -64,7 +64,7 @@ class ActivationCheckpointing(Callback):
         ValueError: an argument is out of range, or, when training starts, no block was found.
         TypeError: an argument of another kind.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[ActivationCheckpointing()], logger=False, enable_checkpointing=False)
     """

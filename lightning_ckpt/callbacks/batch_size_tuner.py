@@ -107,7 +107,7 @@ class BatchSizeTuner(Callback):
         RuntimeError: in a trial: another rank has failed; or memory ran out where ranks wait for one another in a step.
         NothingFits: when `fit` starts: not even the smallest size allowed fits.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[BatchSizeTuner(multiple_of=8)], logger=False, enable_checkpointing=False)
     """

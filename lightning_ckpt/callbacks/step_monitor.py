@@ -62,7 +62,7 @@ class StepMonitor(Callback):
     Raises:
         ValueError, TypeError: an argument is none of these.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[StepMonitor()], logger=False, enable_checkpointing=False)
     """
