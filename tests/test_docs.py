@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_ckpt import checkpoint_blocks
+from lightning_ckpt.processes import Processes
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -97,6 +98,15 @@ def test_the_tuners_messages_are_those_it_gives() -> None:
     messages = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)
     assert len(messages) >= 9
     assert [text for text in messages if text.replace("size of 1 ", "size of {least.size} ") not in code] == []
+
+
+def test_the_note_of_a_failed_rank_is_the_one_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of what the others say is what they say."""
+    ranks = object.__new__(Processes)
+    ranks._who, ranks._rank = "BatchSizeTuner", 0
+    monkeypatch.setattr(Processes, "_note", lambda _: "rank 1 failed with FileNotFoundError: /data/part-7")
+    (message,) = blocks_of(DOCS / "distributed.md", "text")
+    assert message.strip() == f"BatchSizeTuner: {ranks._why(None)}"
 
 
 def test_no_page_waits_to_be_written() -> None:
