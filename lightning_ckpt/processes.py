@@ -142,8 +142,8 @@ class Processes:
         if note := self._note():
             return f"{note}. Rank {self._rank} waits for it no longer; what that process printed says more"
         return (
-            f"rank {self._rank} waited in vain for {self._missing()} ({broken}). What that process printed tells why it "
-            "ended; if it is only slow, give the strategy a longer timeout"
+            f"rank {self._rank} waited in vain for {self._missing()} ({broken}). What that process printed tells why "
+            "it ended; if it is only slow, give the strategy a longer timeout"
         )
 
     def _note(self) -> str | None:

@@ -15,6 +15,7 @@ def tell_of_deepspeed(trainer: Trainer) -> None:
     if on:
         rank_zero_warn(
             f"DeepSpeed's activation_checkpointing settings ({', '.join(on)}) act on code that calls "
-            "deepspeed.checkpointing.checkpoint, and on nothing else; ActivationCheckpointing does not use them. A block "
-            "that is called that way is replayed twice: leave it out of `blocks`, or leave ActivationCheckpointing out"
+            "deepspeed.checkpointing.checkpoint, and on nothing else; ActivationCheckpointing does not use them. A "
+            "block that is called that way is replayed twice: leave it out of `blocks`, or leave "
+            "ActivationCheckpointing out"
         )

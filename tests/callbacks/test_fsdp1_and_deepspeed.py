@@ -149,12 +149,13 @@ def test_deepspeeds_defaults_say_nothing(config: Any) -> None:
 def test_deepspeeds_settings_are_told_in_a_line() -> None:
     """Which are on, what they act on, and what to do."""
     on = {"partition_activations": True, "cpu_checkpointing": True, "profile": False}
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="activation_checkpointing settings") as caught:
         tell_of_deepspeed(type("Run", (), {"strategy": Stub({"activation_checkpointing": on})})())
     assert [str(warning.message) for warning in caught] == [
-        "DeepSpeed's activation_checkpointing settings (partition_activations, cpu_checkpointing) act on code that calls "
-        "deepspeed.checkpointing.checkpoint, and on nothing else; ActivationCheckpointing does not use them. A block that "
-        "is called that way is replayed twice: leave it out of `blocks`, or leave ActivationCheckpointing out"
+        "DeepSpeed's activation_checkpointing settings (partition_activations, cpu_checkpointing) act on code that "
+        "calls deepspeed.checkpointing.checkpoint, and on nothing else; ActivationCheckpointing does not use them. A "
+        "block that is called that way is replayed twice: leave it out of `blocks`, or leave ActivationCheckpointing "
+        "out"
     ]
 
 

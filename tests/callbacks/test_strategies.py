@@ -1,4 +1,4 @@
-"""Lightning's strategies on two processes: a checkpointed run leaves on each rank what the distributed plain run leaves.
+"""Lightning's strategies on two processes: a checkpointed run leaves on each rank what the plain run leaves there.
 
 Each test trains many times in one pair of processes, since to start them takes longest.
 """
