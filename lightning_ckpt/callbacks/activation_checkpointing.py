@@ -263,5 +263,5 @@ class ActivationCheckpointing(Callback):
 
 
 def _identities(pl_module: LightningModule, blocks: Blocks | None) -> list[tuple[str, int, str | None]]:
-    """The blocks that there are, and what their owners checkpoint them by: strategies wrap, and turn on, after `setup`."""
+    """The blocks, and what their owners checkpoint them by: strategies wrap, and turn on, after `setup`."""
     return [(name, id(block), owner_of(pl_module, name)) for name, block in find_blocks(pl_module, blocks)]
