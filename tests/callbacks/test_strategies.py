@@ -3,6 +3,7 @@
 Each test trains many times in one pair of processes, since to start them takes longest.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,43 @@ def _ddp(**options: Any) -> Callable[[], Strategy]:
     return lambda: DDPStrategy(process_group_backend="gloo", **options)
 
 
-def _ddp_in_all_ways(rank: int) -> None:
+def _ddp_in_all_ways(rank: int, folder: Path) -> None:
+    torch.save(_decided(rank), folder / f"{rank}.pt")
     equal_with_every_policy(Language, _ddp(), POLICIES)
     equal_with_every_policy(Language, _ddp(), ["full", "auto"], accumulate_grad_batches=2)
     equal_with_every_policy(Language, _ddp(gradient_as_bucket_view=True, static_graph=True), POLICIES)
     equal_with_every_policy(Unused, _ddp(find_unused_parameters=True), POLICIES)
     equal_with_every_policy(Language, _ddp(), POLICIES, precision="bf16-mixed")
+
+
+def _decided(rank: int) -> tuple[Any, ...]:
+    """What a rank decides that has less room than the other, and another block that is slow."""
+
+    def slow(*_: Any) -> None:
+        time.sleep(0.02)
+
+    _, most = trained(Language(), _ddp()(), [])
+    _, least = trained(Language(), _ddp()(), [ActivationCheckpointing(monitor=False)])
+    decided = []
+    for policy in (MemoryBudget(least + (most - least) // (2 + rank)), SEGMENTS):
+        module, callback = Language(), ActivationCheckpointing(policy, monitor=False)
+        module.gpt.blocks[2 * rank].mlp.register_forward_pre_hook(slow)
+        reported = Reported(callback)
+        trained(module, _ddp()(), [callback, reported])
+        decided.append(reported.segments if policy is SEGMENTS else callback.plan.treatments)
+    return tuple(decided)
+
+
+class Reported(Callback):
+    """The segments that the last step ran."""
+
+    segments: Any = None
+
+    def __init__(self, callback: ActivationCheckpointing) -> None:
+        self.callback = callback
+
+    def on_train_end(self, *args: Any) -> None:
+        self.segments = self.callback.report().segments
 
 
 @pytest.mark.supports(
@@ -53,9 +85,16 @@ def _ddp_in_all_ways(rank: int) -> None:
     policy=["full", "selective", "segments", "auto"],
     compile="no",
 )
-def test_ddp_trains_as_without_checkpointing() -> None:
-    """Plain, with gathered gradients (`no_sync`), with a static graph, with unused parameters, in mixed precision."""
-    on_two_ranks(_ddp_in_all_ways)
+def test_ddp_trains_as_without_checkpointing_and_ranks_decide_alike(tmp_path: Path) -> None:
+    """Plain, with gathered gradients (`no_sync`), with a static graph, with unused parameters, in mixed precision.
+
+    Of two ranks of unequal room and speed both run one plan, by the first one's times, and one segmentation.
+    """
+    on_two_ranks(_ddp_in_all_ways, tmp_path)
+    (plan, segments), other = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    assert (plan, segments) == other
+    assert "gpt.blocks.0" in plan
+    assert segments == (("gpt.blocks.0", "gpt.blocks.1"), ("gpt.blocks.2",))
 
 
 class Sharded(Language):
