@@ -64,12 +64,12 @@ def test_two_ranks_agree_and_hear_of_a_failure(tmp_path: Path) -> None:
 
 
 def _does_not_come(rank: int, how: str, folder: Path) -> None:
-    ranks = _begin(rank, seconds=5)
+    ranks = _begin(rank, seconds=3)
     ranks.most(0)
     if rank == 1:
         if how == "killed":
             os._exit(0)
-        time.sleep(12)
+        time.sleep(8)
         return
     with pytest.raises(RuntimeError) as caught:
         ranks.most(1)

@@ -44,8 +44,8 @@ def _on_a_cpu() -> None:
 def _fsdp1_on_two(rank: int, folder: Path) -> None:
     _on_a_cpu()
     equal_with_every_policy(Language, _fsdp1, POLICIES)
-    equal_with_every_policy(Language, lambda: Fsdp1(process_group_backend="gloo"), ["full", SEGMENTS])
-    equal_with_every_policy(Language, lambda: _fsdp1(sharding_strategy="SHARD_GRAD_OP"), ["full", "auto"])
+    equal_with_every_policy(Language, lambda: Fsdp1(process_group_backend="gloo"), [SEGMENTS])
+    equal_with_every_policy(Language, lambda: _fsdp1(sharding_strategy="SHARD_GRAD_OP"), ["full"])
     equal_with_every_policy(Language, _fsdp1, ["full", "selective"], precision="bf16-mixed")
     _with_its_own(folder / f"{rank}.pt")
 
