@@ -51,4 +51,4 @@ def strategy() -> Any:
 
 
 if __name__ == "__main__":
-    compare(Sharded, strategy, f"FSDP2 on {DEVICES} {'GPUs' if GPUS else 'CPU processes'}: peak of a step")
+    compare(Sharded, strategy, f"FSDP2 on {DEVICES} {'GPUs' if GPUS else 'CPU processes'}: memory of a step")
