@@ -71,6 +71,7 @@ __all__ = [
     "inside_checkpoint",
     "is_compiled",
     "pinned",
+    "store_of_the_process_group",
     "without_modes",
 ]
 
@@ -320,8 +321,21 @@ def who_saves() -> object:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a module, told by name: to import its class loads all of FSDP."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    """Whether FSDP gathers and frees the parameters of a module, told by name: to import its class loads all of it."""
+    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
+
+
+def original_class(module: nn.Module) -> type:
+    """The class a module was made of, before `fully_shard` put two before it."""
+    made_of = type(module).__mro__
+    return made_of[2] if made_of[1].__name__ == "FSDPModule" else made_of[0]
+
+
+def store_of_the_process_group() -> Any:
+    """The store through which the default process group's ranks have met: it is reached without any of them waiting."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def backward_under_way() -> int:

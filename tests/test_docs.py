@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointError
 from lightning_ckpt import checkpoint_blocks
 from lightning_ckpt.cli import main
 from lightning_ckpt.cli._checks import CHECKS
+from lightning_ckpt.processes import Processes
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -125,6 +126,15 @@ def test_every_check_has_its_mistake() -> None:
         r"^Check: \[([^]]+)\]\(doctor\.md#the-checks\)\.$", (DOCS / "common-mistakes.md").read_text(), re.M
     )
     assert sorted(named) == sorted(CHECKS)
+
+
+def test_the_note_of_a_failed_rank_is_the_one_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of what the others say is what they say."""
+    ranks = object.__new__(Processes)
+    ranks._who, ranks._rank = "BatchSizeTuner", 0
+    monkeypatch.setattr(Processes, "_note", lambda _: "rank 1 failed with FileNotFoundError: /data/part-7")
+    (message,) = blocks_of(DOCS / "distributed.md", "text")
+    assert message.strip() == f"BatchSizeTuner: {ranks._why(None)}"
 
 
 def test_no_page_waits_to_be_written() -> None:

@@ -1,6 +1,7 @@
 """The examples run, prove what they print, and stay what they are with and without checkpointing."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -147,3 +148,15 @@ def test_the_vit_reads_digits_the_same_with_checkpointing(
     assert full is not None
     assert plain[1] == full[1]
     assert float(plain[1]) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_every_rank_needs_less_and_ends_with_the_same(name: str) -> None:
+    """Two processes, as Lightning starts them: each needs less with checkpointing, and losses and weights are equal."""
+    script = Path(train_gpt.__file__).with_name(f"{name}.py")
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    rows = re.findall(r"│ (\d) +│ ([\d.]+) MiB +│ ([\d.]+) MiB +│ equal", ran.stdout)
+    assert [rank for rank, _, _ in rows] == ["0", "1"]
+    assert all(float(checkpointed) < 0.7 * float(plain) for _, plain, checkpointed in rows)

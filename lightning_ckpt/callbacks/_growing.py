@@ -32,7 +32,7 @@ from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unus
 from lightning_ckpt.oom import is_out_of_memory
 from lightning_ckpt.policies import MemoryBudget
 from lightning_ckpt.policy_names import resolve_policy
-from lightning_ckpt.processes import ranks_of
+from lightning_ckpt.processes import Ranks
 from lightning_ckpt.search import Search
 from lightning_ckpt.sizes import format_size
 
@@ -54,6 +54,7 @@ class Growing:
     Args:
         trainer: whose run it is.
         pl_module: what it trains.
+        ranks: the processes that train together.
         name: of the attribute or hyperparameter that holds the batch size.
         first: size of the first step.
         settled: whether that size was settled by a run before.
@@ -68,6 +69,7 @@ class Growing:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
+        ranks: Ranks,
         *,
         name: str,
         first: int,
@@ -76,7 +78,7 @@ class Growing:
         trials: list[Trial],
     ) -> None:
         _refuse(trainer)
-        self._trainer, self._module, self._name = trainer, pl_module, name
+        self._trainer, self._module, self._ranks, self._name = trainer, pl_module, ranks, name
         self._size, self._settled, self._trials = first, settled, trials
         self._global_batch = global_batch
         self._counted = StepsCountedFrom(trainer) if global_batch else None
@@ -139,7 +141,7 @@ class Growing:
                 "one, or leave the callback out"
             )
         release_unused(self._trainer.strategy.root_device)
-        self._room, self._ranks = room, ranks_of(self._trainer.world_size)
+        self._room = room
         # Ranks with less room than others are compared by what they lack.
         target = self._ranks.most(room.target)
         samples = [count for count in self._ranks.gather(samples_to_grow_into(leaves)) if count is not None]

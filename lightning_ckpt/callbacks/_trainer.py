@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ckpt.callbacks._distributions import of
 from lightning_ckpt.callbacks._loaders import drawn_from
+from lightning_ckpt.processes import Ranks, ranks_of
 from lightning_ckpt.snapshot import RandomState, Snapshot
 
 
@@ -77,6 +78,14 @@ def batch_share(trainer: Trainer) -> float:
     """
     arguments = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return (arguments.get("num_replicas") or trainer.world_size) / trainer.world_size
+
+
+def ranks_of_run(trainer: Trainer, who: str) -> Ranks:
+    """The ranks of a run, for a callback to agree with: asked for by all of them in `setup`, in the same order.
+
+    Strategies keep the timeout of their process group to themselves.
+    """
+    return ranks_of(trainer.world_size, who, getattr(trainer.strategy, "_timeout", None))
 
 
 def around_saving(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:

@@ -10,8 +10,9 @@ from lightning_ckpt.blocks import Blocks, find_blocks
 from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._budget_run import BudgetRun
 from lightning_ckpt.callbacks._compiled_run import CompiledRun
+from lightning_ckpt.callbacks._deepspeed import tell_of_deepspeed
 from lightning_ckpt.callbacks._distributions import Callback
-from lightning_ckpt.callbacks._trainer import callbacks_of, is_compiled_whole, set_callbacks
+from lightning_ckpt.callbacks._trainer import callbacks_of, is_compiled_whole, ranks_of_run, set_callbacks
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.compiled_budget import all_compiled
@@ -19,6 +20,7 @@ from lightning_ckpt.coverage import Coverage
 from lightning_ckpt.owners import Existing, owner_of
 from lightning_ckpt.policies import MemoryBudget, Policy
 from lightning_ckpt.policy_names import resolve_policy
+from lightning_ckpt.processes import Alone, Ranks
 from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
 
 
@@ -101,6 +103,7 @@ class ActivationCheckpointing(Callback):
         self._last_plan: BudgetPlan | None = None
         self._budget: int | None = None
         self._known: dict[str, Any] | None = None
+        self._ranks: Ranks = Alone()
 
     @property
     def plan(self) -> BudgetPlan | None:
@@ -115,6 +118,9 @@ class ActivationCheckpointing(Callback):
         if stage != "fit":
             return
         self._undo(trainer)
+        if isinstance(resolve_policy(self.policy), MemoryBudget):
+            # Here, where all ranks are at one place: whichever fails later can tell the others.
+            self._ranks = ranks_of_run(trainer, "ActivationCheckpointing")
         self._add_monitor(trainer, pl_module)
         try:
             self._apply(pl_module)
@@ -126,6 +132,7 @@ class ActivationCheckpointing(Callback):
         if self._handle is None or self._found != _identities(pl_module, self.blocks):
             self._undo_blocks()
             self._apply(pl_module)
+        tell_of_deepspeed(trainer)
         self._announce(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,7 +141,7 @@ class ActivationCheckpointing(Callback):
             return
         if is_compiled_whole(pl_module) or all_compiled(pl_module, self._handle.blocks):
             self._handle.remove()  # what is compiled chooses by itself
-            self._compiled_run = CompiledRun(trainer, pl_module, policy)
+            self._compiled_run = CompiledRun(trainer, pl_module, policy, self._ranks)
         elif not self._checks_values:
             self._plan(trainer, pl_module, policy)
 
@@ -148,7 +155,7 @@ class ActivationCheckpointing(Callback):
         known, self._known = self._known, None
         if self._budget is not None:
             policy = MemoryBudget(self._budget)
-        self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, known)
+        self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, known, self._ranks)
 
     def to_plan(self, pl_module: LightningModule) -> tuple[CheckpointedBlocks, MemoryBudget] | None:
         """Return the blocks a memory plan is to be made for, with their budget; None where none is to be made."""
@@ -210,6 +217,7 @@ class ActivationCheckpointing(Callback):
             self._undo(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._ranks.failed(exception)
         self._undo(trainer)  # Lightning calls no teardown after an exception
 
     def _apply(self, pl_module: LightningModule) -> None:
@@ -265,5 +273,5 @@ class ActivationCheckpointing(Callback):
 
 
 def _identities(pl_module: LightningModule, blocks: Blocks | None) -> list[tuple[str, int, str | None]]:
-    """The blocks there are, and what else checkpoints them: either may change before training starts."""
+    """The blocks, and what else checkpoints them: models and strategies wrap, and turn on, after `setup`."""
     return [(name, id(block), owner_of(pl_module, name)) for name, block in find_blocks(pl_module, blocks)]

@@ -149,6 +149,8 @@ class StepMonitor(Callback):
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._run:
+            self._run.rows.failed(exception)
         if self._run and trainer.world_size == 1:  # other ranks may not have failed, and won't come to a gather
             self._run.rows.write_known()
         if self._run and is_out_of_memory(exception):
