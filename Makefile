@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY := passive
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench
+.PHONY: demo test lint bench docs
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py --logger wandb
@@ -28,6 +28,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/depth_scaling.py
+
+docs: $(READY)
+	$(BIN)/mkdocs build
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing PyTorch, Lightning and the tools into .venv: minutes the first time, nothing afterwards."

@@ -56,11 +56,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, depth: int = 12, width: int = 128, vocabulary: int = 256) -> None:
+    """With `tied`, tokens go in and come out by one matrix, as in GPT-2."""
+
+    def __init__(
+        self,
+        depth: int = 12,
+        width: int = 128,
+        vocabulary: int = 256,
+        heads: int = 4,
+        context: int = 128,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(128, width)
-        self.blocks = nn.Sequential(*[Block(width, 4, causal=True) for _ in range(depth)])
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*[Block(width, heads, causal=True) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            nn.init.normal_(self.tokens.weight, std=0.02)
+            self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
@@ -68,12 +81,12 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    def __init__(self, depth: int = 10, width: int = 128) -> None:
+    def __init__(self, depth: int = 10, width: int = 128, heads: int = 4, patch: int = 8, classes: int = 10) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, 8, stride=8)
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.cls = nn.Parameter(torch.zeros(1, 1, width))
-        self.layers = nn.Sequential(*[Block(width, 4, causal=False) for _ in range(depth)])
-        self.head = nn.Linear(width, 10)
+        self.layers = nn.Sequential(*[Block(width, heads, causal=False) for _ in range(depth)])
+        self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
@@ -222,7 +235,7 @@ class MoE(nn.Module):
         return self.head(x)
 
 
-def _next_token(model: nn.Module, ids: Tensor) -> Tensor:
+def next_token(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -231,25 +244,29 @@ def _translation(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
 
 
-def _labels(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def restored(model: nn.Module, x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), x)
+
+
+def label(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def _tokens(batch: int, length: int) -> Tensor:
-    return torch.randint(0, 256, (batch, length))
+def tokens(batch: int, length: int, vocabulary: int = 256) -> Tensor:
+    return torch.randint(0, vocabulary, (batch, length))
 
 
-def _images(batch: int, size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(batch, 3, size, size), torch.randint(0, 10, (batch,))
+def images(batch: int, size: int, classes: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,))
 
 
 WORKLOADS = {
-    "GPT": Workload(GPT, lambda: _tokens(8, 129), _next_token, uneven=False),
-    "ViT": Workload(ViT, lambda: _images(8, 96), _labels, uneven=False),
-    "ResNet": Workload(ResNet, lambda: _images(16, 64), _labels),
-    "U-Net": Workload(UNet, lambda: torch.randn(8, 3, 64, 64), lambda m, x: F.mse_loss(m(x), x)),
+    "GPT": Workload(GPT, lambda: tokens(8, 129), next_token, uneven=False),
+    "ViT": Workload(ViT, lambda: images(8, 96), label, uneven=False),
+    "ResNet": Workload(ResNet, lambda: images(16, 64), label),
+    "U-Net": Workload(UNet, lambda: torch.randn(8, 3, 64, 64), restored),
     "encoder-decoder": Workload(
-        EncoderDecoder, lambda: (_tokens(4, 256), _tokens(4, 33)), _translation, blocks=["encoder.*", "decoder.*"]
+        EncoderDecoder, lambda: (tokens(4, 256), tokens(4, 33)), _translation, blocks=["encoder.*", "decoder.*"]
     ),
-    "MoE": Workload(MoE, lambda: _tokens(8, 129), _next_token),
+    "MoE": Workload(MoE, lambda: tokens(8, 129), next_token),
 }

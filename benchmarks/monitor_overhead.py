@@ -89,13 +89,14 @@ def made(kind: type[Callback]) -> Callback:
     return ActivationCheckpointing(blocks="blocks.*", monitor=False) if kind is ActivationCheckpointing else kind()
 
 
-def seconds_a_step(arm: str, steps: int) -> float:
+def seconds_a_step(arm: str, steps: int, accelerator: str = "cpu") -> float:
     """Return the mean time of a step of one fit."""
     laps = Laps()
     data = TensorDataset(torch.randn(4 * (steps + WARM_UP + 1), 8))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator=accelerator,
+            devices=1,
             max_epochs=1,
             logger=CSVLogger(folder),
             log_every_n_steps=1,
@@ -108,15 +109,15 @@ def seconds_a_step(arm: str, steps: int) -> float:
     return (laps.ended - laps.began) / steps
 
 
-def measure(rounds: int, steps: int) -> dict[str, list[float]]:
+def measure(rounds: int, steps: int, accelerator: str = "cpu") -> dict[str, list[float]]:
     """Return the seconds of a step of each arm, round by round."""
     for arm in ARMS:
-        seconds_a_step(arm, 100)
+        seconds_a_step(arm, 100, accelerator)
     orders = list(itertools.permutations(ARMS))
     found: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for round_ in range(rounds):
         for arm in orders[round_ * 97 % len(orders)]:
-            found[arm].append(seconds_a_step(arm, steps))
+            found[arm].append(seconds_a_step(arm, steps, accelerator))
     return found
 
 

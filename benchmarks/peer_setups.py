@@ -167,7 +167,9 @@ def ours(policy: str) -> Callable[[Subject], object]:
 
 
 def auto(subject: Subject) -> None:
-    settle(subject.model, subject.workload, subject.batch, subject.budget, subject.reader)
+    handle = checkpoint_blocks(subject.model, "auto", blocks=subject.workload.blocks)
+    optimizer = torch.optim.AdamW(subject.model.parameters())
+    settle(handle, subject.model, subject.workload, subject.batch, subject.budget, subject.reader, optimizer)
 
 
 # Of the way from the peak of full checkpointing to that of none.

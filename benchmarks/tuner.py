@@ -45,7 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = UNITS["MiB"]
 ROOM = 500 * MIB  # beyond what the process holds with the model and its optimizer's state
 SAMPLES = 4096
-MODELS: dict[str, tuple[str, Callable[[], torch.nn.Module], Callable[[], Any]]] = {
+Kind = tuple[str, Callable[[], torch.nn.Module], Callable[[], Any]]  # whose loss, the model, a sample
+MODELS: dict[str, Kind] = {
     "GPT, 8 layers": ("GPT", lambda: GPT(depth=8, width=64), lambda: torch.randint(0, 256, (129,))),
     "U-Net": ("U-Net", lambda: UNet(width=8), lambda: torch.randn(3, 64, 64)),
 }
@@ -93,9 +94,9 @@ class Samples(Dataset[Any]):
 class Task(LightningModule):
     """A model in training, which counts what a search does with it."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, kind: Kind) -> None:
         super().__init__()
-        workload, build, sample = MODELS[model]
+        workload, build, sample = kind
         self.net, self.loss, self.data = build(), WORKLOADS[workload].loss, Samples(sample)
         self.batch_size = 2
 
@@ -138,31 +139,29 @@ class Searched(Callback):
 
 
 def trainer_of(callbacks: list[Callback], folder: str, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=callbacks,
-        **options,
-    )
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(default_root_dir=folder, callbacks=callbacks, **(quiet | options))
 
 
 def limited(model: str, folder: str) -> Task:
     """A model whose process holds what training at size 2 left, and may take `ROOM` more."""
     seed_everything(0, verbose=False)
-    trainer_of([], folder, max_steps=1).fit(Task(model))
+    trainer_of([], folder, max_steps=1).fit(Task(MODELS[model]))
     release_unused("cpu")
     size = resource.getpagesize()
     if "ALLOCATED" in os.environ:
-        return Task(model)
+        return Task(MODELS[model])
     virtual, resident = (int(pages) * size for pages in Path("/proc/self/statm").read_text().split()[:2])
     resource.setrlimit(resource.RLIMIT_AS, (virtual + ROOM, virtual + ROOM))
     LIMITS.append(resident + ROOM)
-    return Task(model)
+    return Task(MODELS[model])
 
 
 def search(model: str, finder: str) -> Result:
@@ -203,19 +202,19 @@ def goes_through(model: str, size: int) -> Result:
     return Result(size, 0, 0, 0, trained=True)
 
 
-def largest_of(model: str) -> int:
+def largest_of(goes: Callable[[int], bool]) -> int:
     """The largest size at which steps go through, to a fiftieth."""
     fits, fails = 0, SAMPLES
     while fails - fits > max(1, fits // 50):
         size = max(2 * fits, 16) if fails == SAMPLES else (fits + fails) // 2
-        fits, fails = (size, fails) if in_a_process(model, f"{size}").trained else (fits, size)
+        fits, fails = (size, fails) if goes(size) else (fits, size)
     return fits
 
 
 def allocated(model: str, size: int) -> int:
     """What the allocator holds at most in training with a size, in bytes."""
     with tempfile.TemporaryDirectory() as folder, AllocatorReader() as reader:
-        task = Task(model)
+        task = Task(MODELS[model])
         task.batch_size = size
         trainer_of([], folder, max_steps=2).fit(task)
         return reader.peak()
@@ -291,7 +290,7 @@ def main() -> int:
         return 0
     largest, rows = {}, []
     for model in args.models:
-        largest[model] = largest_of(model)
+        largest[model] = largest_of(lambda size, model=model: in_a_process(model, f"{size}").trained)
         most = allocated(model, largest[model])
         for finder in FINDERS:
             rows.append(row(model, finder, in_a_process(model, finder, most), largest[model]))

@@ -66,9 +66,12 @@ __all__ = [
     "TorchDispatchMode",
     "allocations_during",
     "compiled_graphs",
+    "composable_checkpoint",
     "in_checkpoint_replay",
+    "inside_checkpoint",
     "is_compiled",
     "pinned",
+    "store_of_the_process_group",
     "without_modes",
 ]
 
@@ -220,6 +223,24 @@ def in_checkpoint_replay() -> bool:
     return False
 
 
+def composable_checkpoint(module: nn.Module) -> Any:
+    """What PyTorch's composable `checkpoint` keeps of a module: its `enable_hook` says whether it acts; else `None`.
+
+    The whole of it is private. What nobody has loaded nobody has applied, and to load it would load all of
+    `torch.distributed`.
+    """
+    room: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
+    states: Any = sys.modules.get("torch.distributed._composable.contract")
+    # Asked of a module that has no such state, PyTorch would leave an empty one on it.
+    applied = room is not None and states is not None and states.STATE_KEY in vars(module)
+    return room.checkpoint.state(module) if applied else None
+
+
+def inside_checkpoint() -> bool:
+    """Whether the caller runs within a forward that `torch.utils.checkpoint` was given, there or in its replay."""
+    return getattr(who_saves(), "__module__", None) == "torch.utils.checkpoint" or in_checkpoint_replay()
+
+
 def compiled_graphs() -> int:
     """How many graphs `torch.compile` has made in this process so far; it has no public count."""
     utils: Any = sys.modules.get("torch._dynamo.utils")  # nothing is compiled before this is imported
@@ -300,8 +321,21 @@ def who_saves() -> object:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to a module, told by name: to import its class loads all of FSDP."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    """Whether FSDP gathers and frees the parameters of a module, told by name: to import its class loads all of it."""
+    return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
+
+
+def original_class(module: nn.Module) -> type:
+    """The class a module was made of, before `fully_shard` put two before it."""
+    made_of = type(module).__mro__
+    return made_of[2] if made_of[1].__name__ == "FSDPModule" else made_of[0]
+
+
+def store_of_the_process_group() -> Any:
+    """The store through which the default process group's ranks have met: it is reached without any of them waiting."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def backward_under_way() -> int:

@@ -33,7 +33,7 @@ class Parameters:
 
     def __init__(self, block: nn.Module) -> None:
         # Sharding gathers and frees parameters between forward and replay, by itself.
-        self._then = [] if is_sharded(block) else list(_parameters(block))
+        self._then = [] if any(map(is_sharded, block.modules())) else list(_parameters(block))
 
     @contextmanager
     def as_then(self, block: str) -> Iterator[None]:

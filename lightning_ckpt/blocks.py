@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from lightning_ckpt._compat import original_class
+
 _log = logging.getLogger(__name__)
 
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]
@@ -18,6 +20,9 @@ Named: TypeAlias = tuple[str, nn.Module]
 # Modules that only hold others: their owner calls the children, never the holder, so they can't be blocks.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Where `FullyShardedDataParallel` holds what it wraps, whose attributes it passes on: plain names lead through it, and
+# a replay of what is inside gathers no parameters once more.
+_WRAPPED = "_fsdp_wrapped_module"
 
 
 def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[Named]:
@@ -40,13 +45,15 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> list[Named]:
             - a sequence of these: whatever matches any of them; each has to match something.
 
     Returns:
-        `(qualified name, module)` pairs, at least one. A module held under two names is listed under the first.
+        `(qualified name, module)` pairs, at least one. A module held under two names is listed under the first, and
+        one that `FullyShardedDataParallel` wraps under the name it had before.
 
     Raises:
         ValueError: nothing was found, or one of several names matches nothing; the message lists the candidates it saw
             and how to name them.
         TypeError: `blocks` is none of the above.
     """
+    model = _inside(model)
     if blocks is None:
         found = _repeated(model)
         if not found:
@@ -71,7 +78,19 @@ def check_blocks(blocks: Blocks | None) -> None:
 
 def _callable_modules(model: nn.Module) -> Iterator[Named]:
     """Every module below the model that a forward can call."""
-    return ((name, module) for name, module in model.named_modules() if name and not isinstance(module, _HOLDERS))
+    return ((name, module) for name, module in _modules(model) if name and not isinstance(module, _HOLDERS))
+
+
+def _modules(model: nn.Module) -> Iterator[Named]:
+    """The model and every module below it, by plain names."""
+    for name, module in model.named_modules():
+        if _WRAPPED not in module._modules:
+            yield ".".join(part for part in name.split(".") if part != _WRAPPED), module
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """What `FullyShardedDataParallel` wraps, or the module itself."""
+    return module.get_submodule(_WRAPPED) if _WRAPPED in module._modules else module
 
 
 def _outermost(found: list[Named]) -> list[Named]:
@@ -173,16 +192,16 @@ def _declared(name: str, module: nn.Module) -> Iterator[Named]:
     Its embeddings may be declared beside its blocks: they occur once, so they are left out where the blocks repeat.
     """
     declared = getattr(module, "_no_split_modules", None) or ()
-    inside = [(below, child) for below, child in module.named_modules() if type(child).__name__ in declared]
-    counts = Counter(type(child) for _, child in inside)
-    repeated = [(below, child) for below, child in inside if counts[type(child)] > 1]
+    inside = [(below, child) for below, child in _modules(module) if original_class(child).__name__ in declared]
+    counts = Counter(original_class(child) for _, child in inside)
+    repeated = [(below, child) for below, child in inside if counts[original_class(child)] > 1]
     for below, child in repeated or inside:
         yield f"{name}.{below}".lstrip("."), child
 
 
 def _repeated_attributes(model: nn.Module) -> list[Named]:
     """Children that repeat one class, of the first module that has such: `self.down1`, `self.down2`, ..."""
-    for name, module in model.named_modules():
+    for name, module in _modules(model):
         if found := _repeats(list(_children(name, module))):
             return found
     return []
@@ -192,7 +211,7 @@ def _lists_of_layers(model: nn.Module) -> list[Named]:
     """The children of lists that hold one class: a stack of recurrent or linear layers, or a list of one block."""
     return [
         child
-        for name, module in model.named_modules()
+        for name, module in _modules(model)
         if isinstance(module, nn.ModuleList | nn.ModuleDict)
         for children in [list(_children(name, module))]
         if len({type(child) for _, child in children}) == 1
@@ -206,7 +225,7 @@ def _stages(model: nn.Module) -> list[Named]:
 
     Of two the one is a classifier as often as not, and the other all the rest.
     """
-    for name, module in model.named_modules():
+    for name, module in _modules(model):
         stages = [child for child in _children(name, module) if isinstance(child[1], nn.Sequential)]
         if sum(_has_parameters(stage) for _, stage in stages) >= 3:
             return [stage for stage in stages if _has_parameters(stage[1])]
@@ -217,7 +236,7 @@ def _largest_sequential(model: nn.Module) -> list[Named]:
     """The children of the `Sequential` with the most parameters; its stages alone, where it has such beside layers."""
     sequentials = [
         (name, module)
-        for name, module in model.named_modules()
+        for name, module in _modules(model)
         if isinstance(module, nn.Sequential) and len(module) > 1 and _has_parameters(module)
     ]
     if not sequentials:
@@ -241,14 +260,17 @@ def _repeats(children: list[Named]) -> list[Named]:
 
 def _structure(module: nn.Module) -> Any:
     """What two blocks must share to be a repetition: the class, and for PyTorch's plain containers their content."""
-    module = getattr(module, "_orig_mod", module)  # a block that `torch.compile` wraps counts as what it wraps
-    if type(module) in _CONTAINERS:
-        return type(module), tuple(_structure(child) for child in module.children())
-    return type(module)
+    # A block that `torch.compile` or PyTorch's own checkpointing wraps counts as what it wraps.
+    for wrapped in ("_orig_mod", "_checkpoint_wrapped_module"):
+        module = getattr(module, wrapped, module)
+    kind = original_class(module)
+    if kind in _CONTAINERS:
+        return kind, tuple(_structure(child) for _, child in _children("", module))
+    return kind
 
 
 def _children(name: str, module: nn.Module) -> Iterator[Named]:
-    return ((f"{name}.{below}".lstrip("."), child) for below, child in module.named_children())
+    return ((f"{name}.{below}".lstrip("."), _inside(child)) for below, child in module.named_children())
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -84,7 +84,7 @@ class BudgetLoop:
     Raises:
         ValueError: a fraction of a memory that the device does not tell.
 
-    Example:
+    Examples:
         A training loop of one's own::
 
             with checkpoint_blocks(model, "auto") as handle, BudgetLoop(
@@ -183,7 +183,9 @@ class BudgetLoop:
     def __enter__(self) -> "BudgetLoop":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._ranks.failed(error)
         self.close()
 
     # --- the first steps ---
@@ -266,8 +268,11 @@ class BudgetLoop:
             self._apply(plan.choices)
 
     def _still_right(self, peak: int) -> bool:
-        """Whether the plan of an earlier run fits, and leaves little: nothing is tried then that may not fit."""
-        return self._resumed and _USED * self.budget <= peak <= self.budget
+        """Whether the plan of an earlier run fits, and leaves little: nothing is tried then that may not fit.
+
+        What is little depends on the budget, which differs between ranks, so that the first one's word counts.
+        """
+        return self._resumed and self._ranks.from_first(_USED * self.budget <= peak <= self.budget)
 
     def _tells(self, peaks: Peaks) -> bool:
         """Whether a step has all that makes a peak: a batch, and gradients of the step before, like the largest so far.

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ckpt._compat import inside_transform, is_sharded, without_modes
+from lightning_ckpt._compat import inside_checkpoint, inside_transform, is_sharded, without_modes
 from lightning_ckpt.activations import Keeping
 from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.block_state import Buffers, Parameters
+from lightning_ckpt.collectives import Speakers
 from lightning_ckpt.kept_results import kept_by
 from lightning_ckpt.policies import Policy, ReplayContexts
 from lightning_ckpt.replay_meter import ReplayMeter
@@ -67,11 +68,14 @@ class Application:
         self.treated = 0  # how often blocks were treated otherwise than before
         self.comparisons = Comparisons()
         self.calls = count()
+        self.speakers = Speakers()
         self.segments: list[list[str]] = []  # of the latest forward pass, by the names of their blocks
         self._seen: set[str] = set()
         self._open: weakref.ref[Segment] | None = None
         self._said_why = False
         self._told: set[tuple[type, str]] = set()
+        self._looked: set[str] = set()
+        self._said_inside = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The contexts are local functions, and a segment is nothing to take along.
@@ -81,7 +85,8 @@ class Application:
         """The segment that a call goes to: the open one if the call follows from it, else a new one."""
         latest = self._open() if self._open else None
         again = name in self._seen  # another forward pass begins, or the block is called twice in one
-        refused = "" if latest is None or latest.full else self._refuses(block, arguments)
+        alone = self.speakers.why_alone(name) if self.span > 1 else None
+        refused = "" if latest is None or latest.full else self._refuses(block, arguments) if alone is None else alone
         if refused is None and latest:
             # What decides is the open segment alone: a replay of an outer checkpoint must join as its forward did.
             refused = latest.refuses(name, arguments.tensors)
@@ -92,7 +97,7 @@ class Application:
                 self._say(name, refused)
         if latest is not None and joins:
             return latest
-        segment = Segment(self.span, self.determinism_check != "none")
+        segment = Segment(self.span if alone is None else 1, self.determinism_check != "none")
         self._open = weakref.ref(segment)
         return segment
 
@@ -119,6 +124,19 @@ class Application:
                     kind.__name__,
                     change,
                 )
+
+    def look_around(self, name: str) -> None:
+        """Tell, once, of a checkpoint of the model's own around a block; the first call of each is looked at."""
+        if name in self._looked:
+            return
+        self._looked.add(name)
+        if inside_checkpoint() and not self._said_inside:
+            self._said_inside = True
+            _log.warning(
+                "Block %r is called inside torch.utils.checkpoint by the model itself, which replays it too, so each "
+                "step computes it three times: turn that one off, or leave the block out of blocks, unless it is meant",
+                name,
+            )
 
     def _refuses(self, block: nn.Module, arguments: Arguments) -> str | None:
         if arguments.opaque:
@@ -201,6 +219,7 @@ class CheckpointedForward:
         arguments = Arguments(args, kwargs)
         if not any(tensor.requires_grad for tensor in chain(arguments.tensors, block.parameters())):
             return self.plain(block, *args, **kwargs)
+        self.how.look_around(self.name)
         observers = self.how.observers
         for observer in observers:
             observer.forward_begins(self.name)
@@ -288,10 +307,15 @@ class Call:
     def forward(self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass: it gets the caller's own objects, which it may fill."""
         versions = [version_of(tensor) for tensor in tensors]
-        with self._around_forward, self._check.forward() if self._check else nullcontext():
+        how = self._forward.how
+        with (
+            self._around_forward,
+            self._check.forward() if self._check else nullcontext(),
+            how.speakers.listening_to(self.name) if how.span > 1 else nullcontext(),
+        ):
             output = self._forward.plain(self.block, *args, **kwargs)
-        if self._forward.how.keeping:
-            self._forward.how.keeping.let_go()
+        if how.keeping:
+            how.keeping.let_go()
         if self._tally:
             self._tally.ends(kept_by(self._around_forward))
             self._tally = None

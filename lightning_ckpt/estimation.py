@@ -190,7 +190,7 @@ def estimate_memory(
         TypeError: an argument of another kind.
         CannotEstimate: the step needs the value of a tensor; the error names the operator.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "abc"])
         >>> estimate = estimate_memory(model, torch.empty(64, 8), lambda model, x: model(x).sum())
         >>> estimate["none"].peak, estimate["full"].peak

@@ -92,8 +92,14 @@ class AcceleratorReader:
             return None
         free, total = backend.mem_get_info(self.device)
         room = int(free) + torch.accelerator.memory_reserved(self.device)
-        share = getattr(backend, "get_per_process_memory_fraction", lambda device: 1.0)(self.device)
+        share = getattr(backend, "get_per_process_memory_fraction", lambda index: 1.0)(self._index)
         return min(room, int(total * share))
+
+    @property
+    def _index(self) -> int:
+        """The device's number: of a device named by its type alone, the one that is current."""
+        index = self.device.index
+        return torch.accelerator.current_device_index() if index is None else index
 
     def _count(self, name: str) -> int:
         return int(torch.accelerator.memory_stats(self.device).get(name, 0))
@@ -209,7 +215,7 @@ def marks_of(reader: MemoryReader) -> Marks:
 
 def _same_memory(one: MemoryReader, other: MemoryReader) -> bool:
     if isinstance(one, AcceleratorReader) and isinstance(other, AcceleratorReader):
-        return one.device == other.device
+        return one.device.type == other.device.type and one._index == other._index
     return one is other or (isinstance(one, HostReader) and isinstance(other, HostReader))
 
 

@@ -61,7 +61,7 @@ def profile_blocks(
     Raises:
         ValueError: no block was found, or none of them ran with anything to save.
 
-    Example:
+    Examples:
         >>> layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "abc"]
         >>> model = torch.nn.Sequential(*layers)
         >>> profile = profile_blocks(model, lambda: model(torch.randn(2, 8)))

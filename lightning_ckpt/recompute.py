@@ -4,9 +4,10 @@ A checkpointed block keeps its class, its place and its names. Only its `forward
 `state_dict` keys, hooks, `isinstance` and checkpoint files are those of the plain model.
 """
 
+import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
@@ -15,14 +16,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ckpt._compat import DropoutBase
 from lightning_ckpt.activations import Keeping, kept_by_modules
 from lightning_ckpt.blocks import Blocks, check_blocks, find_blocks
+from lightning_ckpt.caches import turn_caches_off
 from lightning_ckpt.checkpointed_forward import Application, CheckpointedForward, DeterminismCheck, Observer
 from lightning_ckpt.coverage import Coverage, Portion
-from lightning_ckpt.owners import owner_of
+from lightning_ckpt.owners import Existing, check_existing, owner_of, turn_owners_off
 from lightning_ckpt.policies import Policy, ReplayContexts, keeping_calls
 from lightning_ckpt.policy_names import resolve_policy
+from lightning_ckpt.replay_state import warn_of_chance
 from lightning_ckpt.snapshot import Snapshot
 from lightning_ckpt.treatments import Treatment
 
@@ -39,7 +41,9 @@ class CheckpointedBlocks:
         forwards: dict[str, CheckpointedForward],
         application: Application,
         coverage: Coverage,
+        undo: Sequence[Callable[[], None]] = (),
     ) -> None:
+        self._undo = undo
         self._model = weakref.ref(model)
         self._forwards = forwards
         self._application = application
@@ -132,11 +136,13 @@ class CheckpointedBlocks:
         self._application.observers = observers
 
     def remove(self) -> None:
-        """Give every block its own forward back. A second call does nothing."""
+        """Give every block its own forward back, and what was turned off for it. A second call does nothing."""
         self._remove_parts()
         for forward in self._forwards.values():
             forward.remove()
         self._forwards = {}
+        for undo in self._undo:
+            undo()
 
     def __enter__(self) -> "CheckpointedBlocks":
         return self
@@ -154,6 +160,7 @@ def checkpoint_blocks(
     blocks: Blocks | None = None,
     preserve_rng_state: bool = True,
     determinism_check: DeterminismCheck = "default",
+    existing: Existing = "keep",
 ) -> CheckpointedBlocks:
     """Checkpoint the blocks of any module: keep their inputs, and recompute the rest in backward.
 
@@ -170,6 +177,9 @@ def checkpoint_blocks(
             mask, and the gradients are wrong.
         determinism_check: `"default"` compares shapes, dtypes and devices of what is replayed, `"values"` every value
             that a replayed operator gives, bit for bit, at the price of a digest of each; `"none"` compares nothing.
+        existing: what becomes of checkpointing that the model's owner has turned on for these blocks, their parts or
+            their parents (Hugging Face's and timm's flags, PyTorch's `CheckpointWrapper` and composable `checkpoint`):
+            `"keep"` leaves such blocks to it, with a warning; `"replace"` turns it off until `remove`.
 
     Returns:
         A handle: `.blocks`, `.report()`, `.remove()`; also a context manager.
@@ -179,9 +189,10 @@ def checkpoint_blocks(
         TypeError: an argument of another kind.
 
     Blocks that can't be checkpointed are left alone with a warning that says why: already checkpointed, by an earlier
-    call or by the model's owner, or compiled by TorchScript.
+    call or by the model's owner, or compiled by TorchScript. Hugging Face models fill no key-value cache in training
+    meanwhile, with a log line; their configuration stays as it is.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "abc"])
         >>> handle = checkpoint_blocks(model, Full(every=2))
         >>> handle.blocks
@@ -190,29 +201,32 @@ def checkpoint_blocks(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r}: accepted is a torch.nn.Module")
-    check_options(policy, blocks, preserve_rng_state, determinism_check)
+    check_options(policy, blocks, preserve_rng_state, determinism_check, existing)
     policy = resolve_policy(policy)
     found = find_blocks(model, blocks)
     chosen = {found[index][0] for index in policy.choose(len(found))}
-    left_alone = {name: _why_not(model, name, block) if name in chosen else _BY_POLICY for name, block in found}
+    left_alone = {n: _why_not(model, n, block, existing) if n in chosen else _BY_POLICY for n, block in found}
     _warn_of(left_alone)
     covered = [(name, block) for name, block in found if left_alone[name] is None]
     if not preserve_rng_state:
-        _warn_of_chance(covered)
+        warn_of_chance(covered)
     portions = (Portion(name, type(block).__name__, _count(block), left_alone[name]) for name, block in found)
     coverage = Coverage(str(policy), tuple(portions), _count(model))
     application = Application(policy, policy.span(len(covered)), preserve_rng_state, determinism_check)
+    undo = [turn_caches_off(model, [name for name, _ in covered])]
+    if existing == "replace":
+        undo.append(turn_owners_off(model, [name for name, _ in found]))
     forwards = {name: install(block, name, application) for name, block in covered}
-    return CheckpointedBlocks(model, forwards, application, coverage)
+    return CheckpointedBlocks(model, forwards, application, coverage, undo)
 
 
 def check_options(
-    policy: str | Policy, blocks: Blocks | None, preserve_rng_state: bool, determinism_check: str
+    policy: str | Policy, blocks: Blocks | None, preserve_rng_state: bool, determinism_check: str, existing: str
 ) -> None:
     """Check what can be checked before there is a model.
 
     Raises:
-        ValueError: a policy or a check that does not exist.
+        ValueError: a policy, a check or a way with existing checkpointing that does not exist.
         TypeError: an argument of another kind.
     """
     resolve_policy(policy)
@@ -220,6 +234,7 @@ def check_options(
     if not isinstance(preserve_rng_state, bool):
         raise TypeError(f"preserve_rng_state={preserve_rng_state!r}: accepted are True and False")
     check_determinism(determinism_check)
+    check_existing(existing)
 
 
 def check_determinism(check: str) -> None:
@@ -237,20 +252,29 @@ def check_determinism(check: str) -> None:
 
 def checkpointed_forwards(model: nn.Module) -> list[CheckpointedForward]:
     """What stands in the place of the forwards of a model's blocks, whoever has put it there."""
-    found = (module.__dict__.get("forward") for module in model.modules())
-    return [forward for forward in found if isinstance(forward, CheckpointedForward)]
+    return [forward for module in model.modules() if (forward := _forward_of(module))]
+
+
+def _forward_of(module: nn.Module) -> CheckpointedForward | None:
+    """What stands in the place of a module's forward, also where another library has wrapped its own around it."""
+    forward: Any = inspect.unwrap(module.__dict__.get("forward"))  # type: ignore[arg-type]
+    return forward if isinstance(forward, CheckpointedForward) else None
 
 
 _BY_POLICY = "left out by the policy"
 
 
-def _why_not(model: nn.Module, name: str, block: nn.Module) -> str | None:
-    if isinstance(block.__dict__.get("forward"), CheckpointedForward):
+def _why_not(model: nn.Module, name: str, block: nn.Module, existing: Existing) -> str | None:
+    forward = _forward_of(block)
+    if forward and forward.active:
         return "checkpointed by an earlier call, which its own handle undoes"
     if any(isinstance(module, torch.jit.ScriptModule) for module in block.modules()):
         return "compiled by TorchScript, which can't be replayed from outside"
-    owner = owner_of(model, name)
-    return owner and f"checkpointed by its owner: {owner}"
+    owner = owner_of(model, name, existing)
+    if owner is None:
+        return None
+    how = 'existing="replace" takes over' if existing == "keep" else "it has no switch that is known here"
+    return f"checkpointed by its owner: {owner}; {how}"
 
 
 def _warn_of(left_alone: dict[str, str | None]) -> None:
@@ -260,26 +284,15 @@ def _warn_of(left_alone: dict[str, str | None]) -> None:
             warnings.warn(f"Left alone: {', '.join(names)}: {reason}", stacklevel=3)
 
 
-def _warn_of_chance(chosen: list[tuple[str, nn.Module]]) -> None:
-    for name, block in chosen:
-        for below, module in block.named_modules():
-            # Dropout layers call their probability `p`, recurrent and attention layers `dropout`.
-            chance = getattr(module, "p", None) if isinstance(module, DropoutBase) else getattr(module, "dropout", None)
-            if isinstance(module, nn.RReLU) or (isinstance(chance, float) and chance > 0):
-                warnings.warn(
-                    f"preserve_rng_state=False, and {f'{name}.{below}'.rstrip('.')!r} ({type(module).__name__}) draws "
-                    "random numbers: its replay draws others, and the gradients are wrong. Leave preserve_rng_state on",
-                    stacklevel=3,
-                )
-                return
-
-
 def install(block: nn.Module, name: str, application: Application) -> CheckpointedForward:
     """Put a checkpointed forward in the place of a block's own; its `remove` undoes it."""
     # RReLU's noise is saved before its kernel fills it: a replay that stops there hands out garbage (pytorch issue
     # 193671).
     early_stop = not any(isinstance(module, nn.RReLU) for module in block.modules())
-    forward = CheckpointedForward(block, name, application, early_stop, block.__dict__.get("forward"))
+    replaced = block.__dict__.get("forward")
+    if isinstance(replaced, CheckpointedForward) and not replaced.active:
+        replaced = replaced.replaced  # of a handle that is gone: another library has put it back
+    forward = CheckpointedForward(block, name, application, early_stop, replaced)
     block.forward = forward
     return forward
 

@@ -1,13 +1,16 @@
 """The state around a block that a replay must see as the forward saw it: random numbers, autocast, defaults."""
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lightning_ckpt._compat import DropoutBase
 
 # Backward runs replays on a thread of its own for each device, so the flag belongs to the thread.
 _replaying = threading.local()
@@ -18,7 +21,7 @@ def is_recomputing() -> bool:
 
     Guard the side effect, not the computation: what forward computed with gradients, the replay must compute again.
 
-    Example:
+    Examples:
         >>> balance = []
         >>> class Router(torch.nn.Linear):
         ...     def forward(self, x):
@@ -98,3 +101,18 @@ class _Autocast:
 
     def again(self) -> torch.autocast:
         return torch.autocast(self.kind, self.dtype, self.enabled, self.cache)
+
+
+def warn_of_chance(chosen: list[tuple[str, nn.Module]]) -> None:
+    """Warn, of the first of some blocks by name that draws random numbers, that its replay will draw others."""
+    for name, block in chosen:
+        for below, module in block.named_modules():
+            # Dropout layers call their probability `p`, recurrent and attention layers `dropout`.
+            chance = getattr(module, "p", None) if isinstance(module, DropoutBase) else getattr(module, "dropout", None)
+            if isinstance(module, nn.RReLU) or (isinstance(chance, float) and chance > 0):
+                warnings.warn(
+                    f"preserve_rng_state=False, and {f'{name}.{below}'.rstrip('.')!r} ({type(module).__name__}) draws "
+                    "random numbers: its replay draws others, and the gradients are wrong. Leave preserve_rng_state on",
+                    stacklevel=3,
+                )
+                return

@@ -97,6 +97,9 @@ class Segment:
             return "it does not take the result of the block before as it is"
         if any(step.call.name == name for step in self._steps):
             return CALLED_AGAIN
+        if any(tensor._backward_hooks for tensor in tensors):
+            # FSDP gathers parameters by such a hook, those of one of the two alone.
+            return "a hook waits for the gradient of what lies between the two"
         for tensor in tensors:
             # A result of this segment in another guise would make the graph hold the segment, and the segment the
             # graph: nothing would ever be freed.

@@ -1,8 +1,8 @@
 """The loss of one training step, of a LightningModule's own or of a function."""
 
 import inspect
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,10 +52,21 @@ def _training_step(module: nn.Module, asked_by: str) -> LossFn:
 
     def loss(module: Any, batch: Any) -> Tensor:
         step = module.training_step
-        with warnings.catch_warnings():
-            # Outside of a trainer there is nobody to log to.
-            warnings.filterwarnings("ignore", ".*self.log.*trainer.* is not registered")
+        with _unlogged(module):
             output = step(batch, 0) if len(inspect.signature(step).parameters) > 1 else step(batch)
         return output["loss"] if isinstance(output, dict) else output  # type: ignore[no-any-return]
 
     return loss
+
+
+@contextmanager
+def _unlogged(module: nn.Module) -> Iterator[None]:
+    """Let `self.log` do nothing: without a trainer there is nobody to log to, and one that has trained would raise."""
+    own = vars(module).get("log")
+    vars(module)["log"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+        if own is not None:
+            vars(module)["log"] = own

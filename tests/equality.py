@@ -4,12 +4,17 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ckpt import is_recomputing
+from lightning_ckpt import Full, checkpoint_blocks, is_recomputing
+from lightning_ckpt.blocks import Blocks
+from lightning_ckpt.policies import Policy
 
 Step = Callable[[nn.Module, Any], Tensor]
+POLICIES: dict[str, str | Policy] = {"full": "full", "selective": "selective", "segments": Full(segment_size=2)}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 
 
 def trace(model: nn.Module, batches: list[Any], step: Step, *, steps: int = 3) -> list[dict[str, Tensor]]:
@@ -42,6 +47,28 @@ def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = build()
     return model.train(), copy.deepcopy(model).train()
+
+
+def trains_as_plain(
+    build: Callable[[], nn.Module],
+    data: list[Any],
+    step: Step,
+    policy: str | Policy = "full",
+    *,
+    blocks: Blocks | None = None,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
+) -> tuple[nn.Module, nn.Module]:
+    """Hold three steps of a checkpointed model to those of its plain twin; gives back both.
+
+    `prepare` is called with each of them once the one is checkpointed.
+    """
+    ours, plain = twins(build)
+    handle = checkpoint_blocks(ours, policy, blocks=blocks)
+    prepare(ours)
+    prepare(plain)
+    assert_equal(trace(ours, data, step), trace(plain, data, step))
+    assert handle.report().segments, "no call was checkpointed: the equality shows nothing"
+    return ours, plain
 
 
 class Replays:

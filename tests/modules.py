@@ -106,7 +106,7 @@ class Adversaries(Images):
         return [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (self.generator, self.critic)]
 
 
-def trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
+def trainer(callbacks: Sequence[Callback] = (), kind: Any = Trainer, **options: Any) -> Trainer:
     """A quiet trainer on one CPU process."""
     quiet = {
         "accelerator": "cpu",
@@ -118,14 +118,16 @@ def trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
         "max_epochs": 1,
         "log_every_n_steps": 1,
     }
-    return Trainer(callbacks=list(callbacks), **(quiet | options))
+    return kind(callbacks=list(callbacks), **(quiet | options))
 
 
-def fit(module: LightningModule, callbacks: Sequence[Callback] = (), **options: Any) -> dict[str, Any]:
+def fit(
+    module: LightningModule, callbacks: Sequence[Callback] = (), loaders: Any = None, **options: Any
+) -> dict[str, Any]:
     """Train, and give back everything that training leaves behind, as named tensors."""
     seed_everything(3, verbose=False)
     running = trainer(callbacks, **options)
-    running.fit(module)
+    running.fit(module, loaders)
     left: dict[str, Any] = {name: value.clone() for name, value in module.state_dict().items()}
     left |= {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
     left |= {f"metric {name}": value.clone() for name, value in running.callback_metrics.items()}

@@ -129,9 +129,14 @@ class Module(LightningModule):
 
 
 def trainer(callbacks: list[Callback], logger: Any, **options: Any) -> Trainer:
-    options = {"max_epochs": 1, "limit_val_batches": 0, "enable_checkpointing": False, **options}
+    options = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "limit_val_batches": 0,
+        "enable_checkpointing": False,
+        **options,
+    }
     return Trainer(
-        accelerator="cpu",
         callbacks=callbacks,
         logger=logger,
         log_every_n_steps=1,

@@ -227,3 +227,19 @@ def test_something_else_is_refused(blocks: object) -> None:
     """The message lists what is accepted."""
     with pytest.raises(TypeError, match="accepted are None, a module class, a class name, a glob"):
         names(mlp(), blocks)
+
+
+class FSDPModule:
+    """By this name `fully_shard` puts a class of its own before a module's."""
+
+
+def test_sharded_blocks_are_found_as_plain_ones() -> None:
+    """By the classes that a Hugging Face model declares, and where only some of the blocks are sharded."""
+    declared = Holder(layers=nn.ModuleList([Part(), Part()]), embed=Part(), others=nn.ModuleList([mlp(), mlp()]))
+    declared._no_split_modules = ["Part"]
+    for model in (declared, mlp(), Holder(layers=nn.ModuleList([Part(), Part()]))):
+        plain = names(model)
+        for block in list(model.modules())[2:4]:
+            kind = type(block)
+            block.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+        assert names(model) == plain

@@ -84,12 +84,18 @@ class Training:
                 full = self.peak(self.step)
         return full, plain
 
-    def under(self, budget: int, *, steps: int = 8, known: Any = None) -> Ran:
+    def under(self, budget: int, *, steps: int = 8, known: Any = None, ranks: Any = None) -> Ran:
         ran = Ran(budget)
         with (
             checkpoint_blocks(self.model, "auto", blocks=self.workload.blocks) as handle,
             BudgetLoop(
-                handle, self.model, MemoryBudget(budget), optimizers=[self.optimizer], device="cpu", known=known
+                handle,
+                self.model,
+                MemoryBudget(budget),
+                optimizers=[self.optimizer],
+                device="cpu",
+                known=known,
+                ranks=ranks,
             ) as loop,
         ):
             for _ in range(steps):
@@ -132,6 +138,7 @@ def _next_token(model: nn.Module, ids: Tensor) -> Tensor:
 SMALL = Workload(lambda: GPT(depth=4, width=64), lambda: torch.randint(0, 50, (8, 48)), _next_token)
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy="auto", compile="no")
 @pytest.mark.parametrize("fraction", [0.2, 0.6])
 def test_training_under_a_plan_is_plain_training(fraction: float) -> None:
     """Weights, optimizer state and random numbers after some steps are those of plain training, bit for bit."""
@@ -311,6 +318,38 @@ class TwoRanks:
 
     def most(self, number: int) -> int:
         return number + self.more if abs(number) > 1 else number  # yes and no are asked for too
+
+    def failed(self, error: BaseException) -> None:
+        self.told = error
+
+
+class SecondOfTwo(TwoRanks):
+    """The first one says no, where yes and no are asked for."""
+
+    def from_first(self, value: Any) -> Any:
+        return False if isinstance(value, bool) else value
+
+
+def test_whether_a_resumed_plan_stays_is_the_first_ranks_word() -> None:
+    """What is little of a budget differs where budgets do, and a rank that goes its own way waits for ever."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        first = training.under(int(full + 0.3 * (plain - full)))
+        budget, known = int(1.08 * first.plan.peak), first.plan.to_json()
+        alone, second = (training.under(budget, known=known, ranks=ranks) for ranks in (None, SecondOfTwo(0)))
+    assert len(set(alone.peaks)) == 1
+    assert len(set(second.peaks)) > 1
+
+
+def test_a_loop_that_ends_in_an_error_tells_the_other_ranks() -> None:
+    """They would wait for it at the end of the step."""
+    ranks, error = TwoRanks(0), ValueError("in the loop")
+    with Training(SMALL).counted() as training, checkpoint_blocks(training.model) as handle:
+        policy, update = MemoryBudget("1GiB"), [training.optimizer]
+        loop = BudgetLoop(handle, training.model, policy, optimizers=update, device="cpu", ranks=ranks)
+        with pytest.raises(ValueError, match="in the loop"), loop:
+            raise error
+    assert ranks.told is error
 
 
 def test_the_plan_is_made_for_the_rank_with_the_least_slack() -> None:

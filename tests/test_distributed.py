@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ckpt import checkpoint_blocks
+from lightning_ckpt import Full, checkpoint_blocks
 from two_ranks import on_two_ranks
 from zoo import GPT, ZOO, ResNet
 
@@ -77,15 +77,22 @@ def train(rank: int, wrap: Wrap, kind: str, policy: str, before: bool, out: Path
     dist.destroy_process_group()
 
 
+IN_BFLOAT16 = "FSDP2 mixed precision policy"
+
+
+def shows(strategy: str, policy: str, precision: str = "32-true") -> pytest.MarkDecorator:
+    return pytest.mark.supports(strategy=strategy, precision=precision, policy=policy, compile="no")
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["applied before", "applied after"])
 @pytest.mark.parametrize(
     ("wrap", "kind", "policy"),
     [
-        (ddp, "resnet", "full"),
-        (ddp_unused, "gpt", "selective"),
-        (sharded, "gpt", "full"),
-        (sharded_whole, "gpt", "full"),
-        (sharded_in_bfloat16, "gpt", "selective"),
+        pytest.param(ddp, "resnet", "full", marks=shows("DDP", "full")),
+        pytest.param(ddp_unused, "gpt", "selective", marks=shows("DDP", "selective")),
+        pytest.param(sharded, "gpt", "full", marks=shows("FSDP2", "full")),
+        pytest.param(sharded_whole, "gpt", "full", marks=shows("FSDP2", "full")),
+        pytest.param(sharded_in_bfloat16, "gpt", "selective", marks=shows("FSDP2", "selective", IN_BFLOAT16)),
     ],
 )
 def test_two_ranks_get_the_gradients_of_plain_training(
@@ -99,3 +106,77 @@ def test_two_ranks_get_the_gradients_of_plain_training(
         assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
     in_sync = len([t for t in ranks[0][0] if t.requires_grad or t.dtype.is_floating_point]) // 2
     assert all(torch.equal(a, b) for a, b in zip(ranks[0][0][:in_sync], ranks[1][0][:in_sync], strict=True))
+
+
+class _Summed(torch.autograd.Function):
+    """Summed over ranks, as a synchronised norm does it, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Speaking(nn.Module):
+    """A block that speaks to the other ranks, before a layer whose input backward needs."""
+
+    def __init__(self, speaks: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.speaks = nn.Linear(8, 8), nn.Linear(8, 8), speaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.second(_Summed.apply(x) if self.speaks else x).tanh()
+
+
+class Branching(nn.Module):
+    """Clamps between blocks where values are large, as models in half precision do: on one rank alone."""
+
+    def __init__(self, speaks: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Speaking(letter == "s") for letter in speaks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if dist.get_rank() == 1:
+                x = x.clamp(-0.5, 0.5)
+            x = block(x)
+        return x
+
+
+def join(rank: int, out: Path) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for speaks in ("ssss", "sqsq", "qsqs", "qqqq"):
+        torch.manual_seed(0)
+        plain = Branching(speaks)
+        ours = copy.deepcopy(plain)
+        handle = checkpoint_blocks(ours, Full(segment_size=4))
+        wrapped = [DistributedDataParallel(model) for model in (ours, plain)]
+        torch.manual_seed(rank)
+        for x in torch.randn(3, 4, 8):
+            grads = []
+            for model in wrapped:
+                model.zero_grad()
+                model(x).square().sum().backward()
+                grads.append([p.grad.clone() for p in model.parameters()])
+            assert all(map(torch.equal, *grads)), speaks
+        torch.save(handle.report().segments, out / f"{speaks} {rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_blocks_that_speak_to_other_ranks_share_no_replay(tmp_path: Path) -> None:
+    """Where ranks would join other blocks, their replays would speak in other orders: wrong gradients, or a hang."""
+    on_two_ranks(join, tmp_path)
+    segments = {file.stem: torch.load(file) for file in tmp_path.glob("*.pt")}
+    one = [("blocks.0",), ("blocks.1",), ("blocks.2",), ("blocks.3",)]
+    assert [*map(tuple, segments["ssss 0"])] == one
+    assert [*map(tuple, segments["qsqs 0"])] == one
+    assert [*map(tuple, segments["qqqq 0"])] == [("blocks.0", "blocks.1", "blocks.2", "blocks.3")]
+    assert [*map(tuple, segments["qqqq 1"])] == one

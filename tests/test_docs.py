@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_ckpt import checkpoint_blocks
+from lightning_ckpt.cli import main
+from lightning_ckpt.cli._checks import CHECKS
+from lightning_ckpt.processes import Processes
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -19,20 +22,29 @@ def blocks_of(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_python_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_runs(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every snippet of a page, in order, with a small model; what a comment says is printed is printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
     names = {"torch": torch, "model": model, "batch": torch.randn(2, 4)}
     for number, source in enumerate(blocks_of(page, "python")):
         exec(compile(source, f"{page.name}, snippet {number}", "exec"), names)
+        printed = capsys.readouterr().out
         for promised in re.findall(r"print\(.*\)  # (.*)", source):
-            assert promised in capsys.readouterr().out
+            assert promised in printed
+        if "# prints the table below" in source:
+            after = page.read_text(encoding="utf-8").partition(f"{source}```\n\n```text\n")[2]
+            assert after
+            assert after.partition("```")[0] in re.sub(r" +\n", "\n", printed)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_its_links_lead_somewhere(page: Path) -> None:
-    """Every relative link is a file or folder here."""
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8"))
+    """Every relative link is a file or folder here; the site's own test knows the places on a page."""
+    links = re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
@@ -97,6 +109,32 @@ def test_the_tuners_messages_are_those_it_gives() -> None:
     messages = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)
     assert len(messages) >= 9
     assert [text for text in messages if text.replace("size of 1 ", "size of {least.size} ") not in code] == []
+
+
+def test_the_explanation_is_the_computed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The arithmetic is what the command above it prints, to the last line."""
+    page = DOCS / "how-it-works.md"
+    command = re.search(r"`lightning-ckpt (explain [^`]*)`", page.read_text(encoding="utf-8"))
+    assert command is not None
+    assert main(command[1].split()) == 0
+    assert blocks_of(page, "text") == [capsys.readouterr().out]
+
+
+def test_every_check_has_its_mistake() -> None:
+    """The page of mistakes names each of the doctor's checks, once, and links the page that explains it."""
+    named = re.findall(
+        r"^Check: \[([^]]+)\]\(doctor\.md#the-checks\)\.$", (DOCS / "common-mistakes.md").read_text(), re.M
+    )
+    assert sorted(named) == sorted(CHECKS)
+
+
+def test_the_note_of_a_failed_rank_is_the_one_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of what the others say is what they say."""
+    ranks = object.__new__(Processes)
+    ranks._who, ranks._rank = "BatchSizeTuner", 0
+    monkeypatch.setattr(Processes, "_note", lambda _: "rank 1 failed with FileNotFoundError: /data/part-7")
+    (message,) = blocks_of(DOCS / "distributed.md", "text")
+    assert message.strip() == f"BatchSizeTuner: {ranks._why(None)}"
 
 
 def test_no_page_waits_to_be_written() -> None:

@@ -1,6 +1,7 @@
 """The examples run, prove what they print, and stay what they are with and without checkpointing."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def test_the_labels_are_the_next_characters() -> None:
     assert last.isascii()
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective", "auto"], compile="no")
 @pytest.mark.parametrize("policy", ["full", "selective", "auto"])
 def test_the_gpt_learns_the_same_with_every_policy(
     policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -208,3 +210,15 @@ def test_an_example_is_short_and_listed(script: Path) -> None:
     assert len(text.splitlines()) < 100
     assert f"python examples/{script.name}" in text
     assert f"]({script.name})" in script.with_name("README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_every_rank_needs_less_and_ends_with_the_same(name: str) -> None:
+    """Two processes, as Lightning starts them: each needs less with checkpointing, and losses and weights are equal."""
+    script = Path(train_gpt.__file__).with_name(f"{name}.py")
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    rows = re.findall(r"│ (\d) +│ ([\d.]+) MiB +│ ([\d.]+) MiB +│ equal", ran.stdout)
+    assert [rank for rank, _, _ in rows] == ["0", "1"]
+    assert all(float(checkpointed) < 0.7 * float(plain) for _, plain, checkpointed in rows)

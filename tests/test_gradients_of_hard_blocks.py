@@ -17,14 +17,13 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from equality import Step, assert_equal, trace, twins
+import equality
+from equality import Step, assert_equal, each_policy, trace, twins
 from lightning_ckpt import Full, SelectiveOps, checkpoint_blocks, find_blocks, is_recomputing
 from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.policies import Policy
 from zoo import gpt2, llama, lora_llama, mlp
 
-POLICIES: dict[str, str | Policy] = {"full": "full", "selective": "selective", "segments": Full(segment_size=2)}
-each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 WIDTH = 8
 # The first use of forward-mode differentiation compiles PyTorch's own decompositions.
 from_torch_itself = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -80,12 +79,7 @@ def trains_as_plain(
     blocks: Blocks = "blocks.*",
 ) -> nn.Module:
     """Hold three steps of a checkpointed model to those of its plain twin; gives back the checkpointed one."""
-    ours, plain = twins(build)
-    handle = checkpoint_blocks(ours, policy, blocks=blocks)
-    data = rows() if data is None else data
-    assert_equal(trace(ours, data, step), trace(plain, data, step))
-    assert handle.report().segments, "no call was checkpointed: the equality shows nothing"
-    return ours
+    return equality.trains_as_plain(build, rows() if data is None else data, step, policy, blocks=blocks)[0]
 
 
 def patched_by_hand(
@@ -489,6 +483,7 @@ def test_every_adapter_behind_a_frozen_embedding_learns(policy: Any) -> None:
 # --- precision and modes ---
 
 
+@pytest.mark.supports(strategy="single device", precision="bf16-mixed", policy=["full", "segments"], compile="no")
 @pytest.mark.parametrize("policy", ["full", Full(segment_size=2)], ids=["full", "segments"])
 def test_a_weight_that_autocast_has_cast_once_serves_several_blocks(policy: Any) -> None:
     """Shared inside and outside of blocks, and used without gradients in between: the cache of casts misleads none."""
@@ -895,6 +890,7 @@ def test_a_patched_model_exports_as_the_plain_one() -> None:
         assert list(exported.state_dict) == list(plain.state_dict())
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy="full", compile=["whole", "by block"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at every tensor
 @pytest.mark.parametrize("order", ["model first", "blocks first", "blocks in place"])
 def test_compiling_before_or_after_gives_the_plain_gradients(order: str) -> None:

@@ -309,6 +309,24 @@ class TestReaderFor:
         assert isinstance(reader, MemoryReader)
 
 
+def test_a_device_named_by_its_type_alone_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tells the share that a process may take by a device's number only."""
+
+    class Backend:
+        @staticmethod
+        def mem_get_info(device: torch.device) -> tuple[int, int]:
+            return 6 * MIB, 10 * MIB
+
+        @staticmethod
+        def get_per_process_memory_fraction(index: int) -> float:
+            return {1: 0.5, 3: 0.75}[index]
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Backend)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 2 * MIB)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert [AcceleratorReader(name).limit() for name in ("cuda", "cuda:1", "cuda:3")] == [5 * MIB, 5 * MIB, 7.5 * MIB]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestAcceleratorReader:

@@ -1,4 +1,4 @@
-"""The pages of `compare`, `doctor` and `blocks` show what the commands print and draw from the committed numbers."""
+"""Pages show what commands print and draw from the committed numbers, and what scripts draw of the textbook model."""
 
 import importlib.util
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
+import drawings
 import pytest
 
 from lightning_ckpt.cli import COMMANDS
@@ -37,13 +38,43 @@ def test_the_text_is_what_the_command_prints(script: ModuleType, page: str) -> N
     assert first[1] == script.printed()[page]
 
 
-def test_the_pictures_are_what_the_page_of_a_comparison_draws(script: ModuleType) -> None:
-    """Each file is the drawing, well formed, and shown on a page."""
-    for name, drawn in script.pictures().items():
-        file = (ROOT / "docs/pictures" / name).read_text(encoding="utf-8")
-        assert file == drawn
-        assert ElementTree.fromstring(file).tag == "{http://www.w3.org/2000/svg}svg"
-        assert f"(pictures/{name})" in text_of("compare.md")
+def test_the_pictures_are_what_the_scripts_draw(script: ModuleType) -> None:
+    """Each file is the drawing, well formed, and shown on its page."""
+    for page, drawn in (("compare.md", script.pictures()), ("how-it-works.md", drawings.drawings())):
+        for name, picture in drawn.items():
+            file = (ROOT / "docs/pictures" / name).read_text(encoding="utf-8")
+            assert file == picture
+            assert ElementTree.fromstring(file).tag == "{http://www.w3.org/2000/svg}svg"
+            assert f"(pictures/{name})" in text_of(page)
+
+
+def test_every_picture_is_made_by_a_script(script: ModuleType) -> None:
+    """Those in docs by the two scripts, as the numbers beside them; those of a result by the one its page names."""
+    made = {ROOT / "docs/pictures" / name for name in (*script.pictures(), *drawings.drawings())}
+    scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+    for file in (ROOT / "docs/pictures").iterdir():
+        assert file in made or any(file.name in code for code in scripts.values()), file
+    for result in (ROOT / "benchmarks/results").glob("*.md"):
+        text = result.read_text(encoding="utf-8")
+        named = re.search(r"Made by `[^`]*(benchmarks/\w+\.py)", text)
+        assert named is not None
+        assert ROOT / named[1] in scripts
+        made |= {result.parent / name for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
+    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+        shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+        assert {(page.parent / name).resolve() for name in shown} <= made, page
+
+
+def test_the_drawn_steps_are_those_of_the_textbook() -> None:
+    """Peaks and lengths of both curves are the model's, whatever the chain; all that is left is the chain's input."""
+    for layers, segments in ((16, 4), (12, 3), (8, 8), (5, 1)):
+        chain = drawings.Chain(layers=layers, segments=segments, activation_bytes=1)
+        for levels, peak, cost in (
+            (drawings.plain_step(chain), chain.plain_tensors, chain.plain_cost),
+            (drawings.checkpointed_step(chain), chain.peak_tensors, chain.checkpointed_cost),
+        ):
+            assert max(held for _, held in levels) == peak
+            assert levels[-1] == (cost, 1)
 
 
 def test_the_committed_comparison_holds_what_the_page_claims(script: ModuleType) -> None:

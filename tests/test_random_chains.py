@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -181,6 +182,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.supports(
+    strategy="single device", precision="32-true", policy=["full", "selective", "segments"], compile="no"
+)
 @settings(max_examples=70, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_chain_under_any_policy_equals_plain(case: Case) -> None:

@@ -560,23 +560,6 @@ def test_a_scripted_block_is_left_alone_and_the_model_trains() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model[0].parameters(), plain[0].parameters(), strict=True))
 
 
-def test_a_model_checkpointed_by_its_owner_is_left_alone() -> None:
-    """Hugging Face's, timm's and PyTorch's own checkpointing are seen: one warning, one level."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    from zoo import llama
-
-    model = llama()
-    model.activation_checkpointing_enable()
-    with pytest.warns(UserWarning, match=r"checkpointed by its owner: gradient_checkpointing=True") as warned:
-        assert checkpoint_blocks(model).blocks == ()
-    assert len(warned) == 1
-    wrapped = mlp()
-    wrapped[1] = checkpoint_wrapper(wrapped[1])
-    with pytest.warns(UserWarning, match=r"Left alone: 1: .* a CheckpointWrapper"):
-        assert checkpoint_blocks(wrapped, blocks=["0", "1", "2"]).blocks == ("0", "2")
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
@@ -586,6 +569,7 @@ def test_a_model_checkpointed_by_its_owner_is_left_alone() -> None:
             ValueError,
             r"determinism_check='bits': accepted are 'default', 'values', 'none'",
         ),
+        ({"existing": "refuse"}, ValueError, r"existing='refuse': accepted are 'keep', 'replace'"),
         ({"preserve_rng_state": "yes"}, TypeError, r"preserve_rng_state='yes': accepted are True and False"),
         ({"blocks": 3}, TypeError, r"blocks=3: accepted are None, a module class"),
         ({"policy": Full(select="last-9")}, ValueError, r"the model has 3 blocks, counted from 0 to 2"),

@@ -28,6 +28,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective"], compile="no")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ZOO)
 def test_three_steps_equal_those_of_the_plain_model(kind: str, policy: str, replays: list[str]) -> None:
@@ -42,6 +43,7 @@ def test_three_steps_equal_those_of_the_plain_model(kind: str, policy: str, repl
     assert {name: replays.count(name) for name in trained} == dict.fromkeys(trained, backwards)
 
 
+@pytest.mark.supports(strategy="single device", precision="bf16-mixed", policy=["full", "selective"], compile="no")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["gpt", "resnet", "llama"])
 def test_autocast_in_bfloat16_equals_plain(kind: str, policy: str) -> None:
@@ -58,6 +60,7 @@ def test_autocast_in_bfloat16_equals_plain(kind: str, policy: str) -> None:
     assert_equal(trace(ours, data, step), trace(plain, data, step))
 
 
+@pytest.mark.supports(strategy="single device", precision="16-mixed", policy=["full", "selective"], compile="no")
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_float16_with_a_loss_scaler_equals_plain(policy: str) -> None:
     """Scaled gradients, the scale and the weights after the optimizer's steps are those of the plain run."""
@@ -99,6 +102,7 @@ def test_gradient_accumulation_equals_plain() -> None:
     assert_equal(trace(ours, pairs, step), trace(plain, pairs, step))
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective"], compile="whole")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor's own
 @pytest.mark.parametrize("policy", ["full", "selective"])

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_ckpt import Full, checkpoint_blocks, verify_gradients
-from lightning_ckpt.verification import Comparison, Verification
+from lightning_ckpt.verification import Comparison, Verification, _spread
 from modules import Adversaries, Images, Language
 from zoo import ZOO, mlp
 
@@ -30,6 +31,9 @@ def total(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().sum()
 
 
+@pytest.mark.supports(
+    strategy="single device", precision="32-true", policy=["full", "selective", "segments"], compile="no"
+)
 @pytest.mark.parametrize("kind", ["gpt", "resnet", "llama", "lora-llama", "moe"])
 @pytest.mark.parametrize("policy", ["full", "selective", Full(segment_size=2)], ids=["full", "selective", "segments"])
 def test_good_models_are_equal_in_every_tensor(kind: str, policy: Any) -> None:
@@ -50,6 +54,17 @@ def test_a_lightning_module_brings_its_own_step(kind: type) -> None:
     """Its `training_step`, which logs, runs without a trainer and without a warning."""
     module = kind()
     assert verify_gradients(module, next(iter(module.train_dataloader()))).equal
+
+
+def test_a_module_that_has_trained_logs_to_nobody() -> None:
+    """Its trainer, which it keeps after `fit`, is not asked to log; its own `log` is what it was."""
+    module = Language()
+    Trainer(fast_dev_run=1, enable_progress_bar=False, enable_model_summary=False).fit(module)
+    assert verify_gradients(module, next(iter(module.train_dataloader()))).equal
+    assert "log" not in vars(module)
+    module.log = kept = print
+    assert verify_gradients(module, next(iter(module.train_dataloader()))).equal
+    assert module.log is kept
 
 
 def test_the_batch_index_goes_by_position() -> None:
@@ -180,3 +195,13 @@ def test_the_result_prints_as_a_table() -> None:
     assert "13 tensors of 3 checkpointed blocks and the rest: equal" in text
     assert "The worst 10 of 13" in text
     assert "gradient of 0.0.weight" in text
+
+
+def test_what_plain_runs_differ_by_is_allowed_four_times() -> None:
+    """The largest of a few runs, for each tensor; nothing where they agree."""
+
+    def run(bias: float) -> dict[str, Tensor]:
+        return {"weight": torch.ones(2), "bias": torch.tensor([1.0, bias])}
+
+    repeats = [run(1.25), run(1.5)]
+    assert [_spread(name, repeats, run(1.0)) for name in ("weight", "bias")] == [0.0, 2.0]

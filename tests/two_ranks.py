@@ -1,4 +1,4 @@
-"""A function on two processes, as `torchrun` would start them."""
+"""A function on two processes, or as many as asked for, as `torchrun` would start them."""
 
 import os
 import socket
@@ -10,13 +10,18 @@ import torch
 
 def on_two_ranks(work: Callable[..., None], *args: Any) -> None:
     """Call `work(rank, *args)` in each of two processes of one node; an error of either is raised here."""
+    on_ranks(2, work, *args)
+
+
+def on_ranks(count: int, work: Callable[..., None], *args: Any) -> None:
+    """Call `work(rank, *args)` in each of so many processes of one node; an error of any is raised here."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_start, (port, work, args), nprocs=2)
+    torch.multiprocessing.spawn(_start, (port, count, work, args), nprocs=count)
 
 
-def _start(rank: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _start(rank: int, port: int, count: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ |= {
         "TORCHELASTIC_RUN_ID": "test",
         "MASTER_ADDR": "localhost",
@@ -24,8 +29,8 @@ def _start(rank: int, port: int, work: Callable[..., None], args: tuple[Any, ...
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
     }
     torch.set_num_threads(1)
     work(rank, *args)

@@ -214,13 +214,71 @@ def gpt2() -> nn.Module:
     )
 
 
-def lora_llama() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
 
-    config = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, r=4, init_lora_weights=False)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=50,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=3,
+            num_decoder_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def transformers_vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=64,
+            image_size=8,
+            patch_size=2,
+            num_channels=1,
+            hidden_dropout_prob=0.1,
+        )
+    )
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            output_router_logits=True,  # the balancing loss takes them from inside the blocks
+        )
+    )
+
+
+def adapted(model: nn.Module, config: Any) -> nn.Module:
+    """The model under an adapter of peft's."""
+    from peft import get_peft_model
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that goes away
-        return get_peft_model(llama(), config)
+        return get_peft_model(model, config)
+
+
+def lora_llama() -> nn.Module:
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, r=4, init_lora_weights=False)
+    return adapted(llama(), config)
 
 
 def _tokens() -> Tensor:
@@ -237,6 +295,10 @@ def _next_token(model: nn.Module, ids: Tensor) -> Tensor:
 
 def _hugging_face(model: nn.Module, ids: Tensor) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
+
+
+def _scores(model: nn.Module, images: Tensor) -> Tensor:
+    return model(pixel_values=images).logits.square().mean()
 
 
 def _mean_square(model: nn.Module, x: Tensor) -> Tensor:
@@ -261,4 +323,13 @@ ZOO = {
     "frozen-backbone": Specimen(FrozenBackbone, lambda: torch.randn(4, 16), _mean_square),
     "moe": Specimen(MoE, lambda: torch.randn(12, 16), _mean_square),
     "gradient-penalty": Specimen(mlp, lambda: torch.randn(8, 64), _gradient_penalty),
+}
+
+# Models of Hugging Face's, from small configurations with random weights.
+TRANSFORMERS = {
+    "llama": ZOO["llama"],
+    "gpt2": ZOO["gpt2"],
+    "t5": Specimen(t5, _tokens, _hugging_face),
+    "vit": Specimen(transformers_vit, _images, _scores),
+    "mixtral": Specimen(mixtral, _tokens, _hugging_face),
 }

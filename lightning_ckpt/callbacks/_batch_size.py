@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
+from lightning_ckpt.callbacks._distributions import MisconfigurationException
 from lightning_ckpt.callbacks._loaders import (
     batch_size_of,
     changed,

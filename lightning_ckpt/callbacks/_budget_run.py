@@ -13,7 +13,7 @@ from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._trainer import step_axis
 from lightning_ckpt.causes import MemoryByCause
 from lightning_ckpt.policies import MemoryBudget
-from lightning_ckpt.processes import ranks_of
+from lightning_ckpt.processes import Ranks
 from lightning_ckpt.recompute import CheckpointedBlocks
 
 # Blocks are measured in a moment; a bar is for models that keep a person waiting.
@@ -30,6 +30,7 @@ class BudgetRun:
         handle: CheckpointedBlocks,
         policy: MemoryBudget,
         known: Mapping[str, Any] | None,
+        ranks: Ranks,
         *,
         silent: bool = False,
     ) -> None:
@@ -49,7 +50,7 @@ class BudgetRun:
             policy,
             optimizers=optimizers,
             device=trainer.strategy.root_device,
-            ranks=ranks_of(trainer.world_size),
+            ranks=ranks,
             known=known,
             progress=not silent and trainer.is_global_zero and len(handle.blocks) >= _MANY_BLOCKS,
         )

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_ckpt.compiled_budget import compiled_budget
 from lightning_ckpt.memory import reader_for
 from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.processes import Ranks
 
 
 class CompiledRun:
@@ -17,8 +18,8 @@ class CompiledRun:
     It stays set meanwhile, since other shapes may be compiled at any time.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, policy: MemoryBudget) -> None:
-        self._trainer, self._module, self._policy = trainer, pl_module, policy
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, policy: MemoryBudget, ranks: Ranks) -> None:
+        self._trainer, self._module, self._policy, self._ranks = trainer, pl_module, policy, ranks
         self._budget = policy.nbytes(reader_for(trainer.strategy.root_device).limit())
         self._undo: Callable[[], None] | None = None
 
@@ -26,9 +27,7 @@ class CompiledRun:
         if self._undo is not None:
             return
         precision = str(self._trainer.precision)
-        budget = self._trainer.strategy.broadcast(
-            compiled_budget(self._module, batch, self._budget, precision=precision)
-        )
+        budget = self._ranks.from_first(compiled_budget(self._module, batch, self._budget, precision=precision))
         self._undo = budget.apply()
         rank_zero_info(
             f"{self._policy}: the model is compiled, so the compiler chooses what to recompute, and no block is "

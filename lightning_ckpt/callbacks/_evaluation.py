@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_ckpt.callbacks._batch_size import ForTrial
+from lightning_ckpt.callbacks._distributions import is_a
 from lightning_ckpt.callbacks._loaders import batch_size_of, changed, drawn_from, leaves, most_samples, resized
 from lightning_ckpt.callbacks._trainer import (
     data_ranks,
@@ -42,7 +43,7 @@ class Evaluation:
         found = self._handed
         if found is None:
             found = request_validation_loaders(self._trainer)
-        if not isinstance(found, CombinedLoader):
+        if not is_a(found, CombinedLoader):
             found = CombinedLoader([] if found is None else found, "sequential")
         self._drawn.append(Snapshot([], data=drawn_from(found)))
         loaders = copy.copy(found)

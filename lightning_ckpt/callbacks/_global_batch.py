@@ -1,9 +1,9 @@
 """A constant number of samples in an optimizer step, over all ranks and micro-batches, whatever the batch size."""
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from lightning_ckpt.callbacks._distributions import MisconfigurationException, is_a
 from lightning_ckpt.callbacks._trainer import callbacks_of, data_ranks
 
 
@@ -48,7 +48,7 @@ def _refuse(trainer: Trainer, pl_module: LightningModule, samples: int) -> None:
             f"{asked} is kept by accumulate_grad_batches, which Lightning does not use in manual optimization: leave "
             "global_batch_size out, or optimize automatically"
         )
-    if any(isinstance(other, GradientAccumulationScheduler) for other in callbacks_of(trainer)):
+    if any(is_a(other, GradientAccumulationScheduler) for other in callbacks_of(trainer)):
         raise MisconfigurationException(
             f"{asked} and GradientAccumulationScheduler both set accumulate_grad_batches: leave one of them out"
         )

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 
 from lightning_ckpt.callbacks import _trainer
 from lightning_ckpt.callbacks._batch_size import places_of
 from lightning_ckpt.callbacks._clock import clock_for
+from lightning_ckpt.callbacks._distributions import MisconfigurationException, is_a
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._growing_loader import GrowingLoader, growing, samples_to_grow_into
 from lightning_ckpt.callbacks._growth import Growth, News
@@ -32,7 +32,7 @@ from lightning_ckpt.memory import HostReader, Interval, reader_for, release_unus
 from lightning_ckpt.oom import is_out_of_memory
 from lightning_ckpt.policies import MemoryBudget
 from lightning_ckpt.policy_names import resolve_policy
-from lightning_ckpt.processes import ranks_of
+from lightning_ckpt.processes import Ranks
 from lightning_ckpt.search import Search
 from lightning_ckpt.sizes import format_size
 
@@ -54,6 +54,7 @@ class Growing:
     Args:
         trainer: whose run it is.
         pl_module: what it trains.
+        ranks: the processes that train together.
         name: of the attribute or hyperparameter that holds the batch size.
         first: size of the first step.
         settled: whether that size was settled by a run before.
@@ -68,6 +69,7 @@ class Growing:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
+        ranks: Ranks,
         *,
         name: str,
         first: int,
@@ -76,7 +78,7 @@ class Growing:
         trials: list[Trial],
     ) -> None:
         _refuse(trainer)
-        self._trainer, self._module, self._name = trainer, pl_module, name
+        self._trainer, self._module, self._ranks, self._name = trainer, pl_module, ranks, name
         self._size, self._settled, self._trials = first, settled, trials
         self._global_batch = global_batch
         self._counted = StepsCountedFrom(trainer) if global_batch else None
@@ -85,7 +87,7 @@ class Growing:
         self._was_over = False
         self._undo = around_train_loaders(trainer, self._take)
         handed = _trainer.train_loaders_handed(trainer)
-        if isinstance(handed, CombinedLoader):  # Lightning puts what it prepares into this very object
+        if is_a(handed, CombinedLoader):  # Lightning puts what it prepares into this very object
             _trainer.hand_train_loaders(trainer, changed(handed, lambda leaf: leaf))
         self._interval = Interval(reader_for(trainer.strategy.root_device))
         self._clock = clock_for(trainer.strategy.root_device)
@@ -139,7 +141,7 @@ class Growing:
                 "one, or leave the callback out"
             )
         release_unused(self._trainer.strategy.root_device)
-        self._room, self._ranks = room, ranks_of(self._trainer.world_size)
+        self._room = room
         # Ranks with less room than others are compared by what they lack.
         target = self._ranks.most(room.target)
         samples = [count for count in self._ranks.gather(samples_to_grow_into(leaves)) if count is not None]

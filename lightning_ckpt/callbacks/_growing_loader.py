@@ -6,10 +6,10 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_ckpt import _compat
+from lightning_ckpt.callbacks._distributions import MisconfigurationException
 from lightning_ckpt.callbacks._loaders import as_it_is, copy_with
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_ckpt.callbacks._distributions import is_a
+
 # A trial takes few batches; a module that steps its optimizers every so many batches by itself takes this many at most.
 MOST_BATCHES = 64
 
@@ -20,14 +22,14 @@ def leaves(loaders: Any) -> list[Any]:
 
 def combined(loaders: Any) -> CombinedLoader:
     """The loaders as `fit` combines them."""
-    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    return loaders if is_a(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
 
 
 def changed(loaders: Any, change: Callable[[Any], Any]) -> Any:
     """The same structure with every loader changed."""
     outer = copy.copy(combined(loaders))
     outer.flattened = [change(leaf) for leaf in outer.flattened]
-    return outer if isinstance(loaders, CombinedLoader) else outer.iterables
+    return outer if is_a(loaders, CombinedLoader) else outer.iterables
 
 
 def batch_size_of(loader: Any) -> int | None:

@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._budget_run import BudgetRun
+from lightning_ckpt.callbacks._distributions import Callback
 from lightning_ckpt.callbacks._trainer import set_callbacks
 from lightning_ckpt.callbacks._trials import Trial, Trials
 from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.processes import Alone
 from lightning_ckpt.recompute import CheckpointedBlocks
 from lightning_ckpt.search import Search
 
@@ -93,7 +95,7 @@ class Pair:
         """One size under its plan; None where no plan was made."""
         self._handle.treat({})
         with self._trials.steps(size) as step:
-            run = BudgetRun(self._trainer, self._module, self._handle, self._policy, None, silent=True)
+            run = BudgetRun(self._trainer, self._module, self._handle, self._policy, None, Alone(), silent=True)
             set_callbacks(self._trainer, [_Hooks(run)])
             try:
                 for _ in range(_MOST_PLANNING_STEPS):

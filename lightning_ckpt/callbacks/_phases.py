@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback
-
+from lightning_ckpt.callbacks._distributions import Callback
 from lightning_ckpt.memory import HostReader, MemoryReader, marks_of
 from lightning_ckpt.search import Measurement, Phase
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lightning_ckpt.callbacks._batch_size import BatchSize, ForTrial
+from lightning_ckpt.callbacks._distributions import MisconfigurationException
 from lightning_ckpt.callbacks._loaders import batch_size_of, for_trial, serving, streaming
 from lightning_ckpt.callbacks._longest import Longest, reached, spread
 from lightning_ckpt.callbacks._sample_sizes import elements_of

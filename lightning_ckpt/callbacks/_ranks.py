@@ -8,6 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_ckpt.processes import Processes
+
+Gather = Callable[[Tensor], list[Tensor]]
+
 
 class AcrossRanks(Metric):
     """A row of figures, reduced over ranks by columns; a figure that any rank lacks is lacking in the result.
@@ -17,15 +21,17 @@ class AcrossRanks(Metric):
     Args:
         how: for each column `"max"`, `"min"`, `"sum"` or `"mean"`.
         share: what sums are multiplied by: less than 1 where several ranks share one batch.
+        gather: gives the rows of all ranks for this rank's; `None` for the default process group's own.
     """
 
     full_state_update = False
     row: Tensor
     _kind: Tensor
 
-    def __init__(self, how: Sequence[str], *, share: float = 1.0) -> None:
+    def __init__(self, how: Sequence[str], *, share: float = 1.0, gather: Gather | None = None) -> None:
+        gather = gather or _gather_on_device
         # torchmetrics' own gather begins with a barrier and compares shapes on the host: both wait for the device.
-        super().__init__(dist_sync_fn=_gather)
+        super().__init__(dist_sync_fn=lambda row, group: gather(row))
         kinds = ("max", "min", "sum", "mean")
         self.register_buffer("_kind", torch.tensor([kinds.index(kind) for kind in how]), persistent=False)
         self._share = share
@@ -45,9 +51,9 @@ class AcrossRanks(Metric):
         return choices.gather(0, self._kind.unsqueeze(0)).squeeze(0)
 
 
-def _gather(row: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
+def _gather_on_device(row: Tensor) -> list[Tensor]:
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
     return rows
 
 
@@ -75,12 +81,20 @@ class Reduced:
         return {key: value for key, value in pairs if not math.isnan(value)}
 
 
-def reducer(how: Mapping[str, str], device: torch.device, share: float) -> Callable[[Mapping[str, float]], Reduced]:
+def reducer(
+    how: Mapping[str, str], device: torch.device, share: float, ranks: Processes | None
+) -> Callable[[Mapping[str, float]], Reduced]:
     """Return the function that reduces figures over all ranks, given how each key is reduced.
 
     Every rank has to call it equally often.
+
+    Args:
+        how: `"max"`, `"min"`, `"sum"` or `"mean"`, by key.
+        device: where figures are put together.
+        share: what sums are multiplied by.
+        ranks: put them together where that is the host; `None` leaves it to the device, which nobody waits for.
     """
-    metric = AcrossRanks(list(how.values()), share=share).to(device)
+    metric = AcrossRanks(list(how.values()), share=share, gather=ranks.rows if ranks else None).to(device)
 
     def reduce(figures: Mapping[str, float]) -> Reduced:
         row = torch.tensor([figures.get(key, math.nan) for key in how], dtype=torch.float64)

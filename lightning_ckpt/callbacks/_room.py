@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
+from lightning_ckpt.callbacks._distributions import MisconfigurationException
 from lightning_ckpt.callbacks._tuner_options import TunerOptions
 from lightning_ckpt.memory import reader_for
 from lightning_ckpt.sizes import format_size

@@ -20,7 +20,7 @@ from lightning_ckpt.callbacks._trial_report import SearchLine, TrialReport
 from lightning_ckpt.callbacks._trials import Outcome, Trial, Trials
 from lightning_ckpt.callbacks._tuner_options import TunerOptions
 from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_ckpt.processes import ranks_of
+from lightning_ckpt.processes import Ranks
 from lightning_ckpt.search import Measurement, NothingFits, Search
 from lightning_ckpt.sizes import format_size
 
@@ -32,6 +32,7 @@ class Searching:
         trainer: whose run it is.
         pl_module: what it trains.
         options: what is asked for.
+        ranks: the processes that train together.
         known: the size that a fit before or a checkpoint has settled.
         global_batch: the samples of an optimizer step, where they are to stay the same.
 
@@ -44,6 +45,7 @@ class Searching:
         trainer: Trainer,
         pl_module: LightningModule,
         options: TunerOptions,
+        ranks: Ranks,
         *,
         known: int | None,
         global_batch: GlobalBatch | None,
@@ -51,7 +53,7 @@ class Searching:
         self._trainer, self._module, self._options = trainer, pl_module, options
         self._known, self._global_batch = known, global_batch
         self._divides = global_batch.per_rank if global_batch else None
-        self._ranks = ranks_of(trainer.world_size)
+        self._ranks = ranks
         self._probing = Probing(options.probe)
         self._place = BatchSize(trainer, pl_module, options.batch_arg_name, self._probing.for_trial)
         self._paired = False

@@ -9,9 +9,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_ckpt.callbacks._clock import Clock, HostClock, Spans
+from lightning_ckpt.callbacks._distributions import is_a
 from lightning_ckpt.callbacks._ranks import Reduced, reducer
 from lightning_ckpt.callbacks._step_warnings import RowWarnings
 from lightning_ckpt.callbacks._trainer import batch_share, wandb_names
+from lightning_ckpt.processes import Processes
 from lightning_ckpt.throughput import Step, throughput
 
 
@@ -108,10 +110,11 @@ class Rows:
         self._open: deque[Row] = deque()
         self._reduced: deque[tuple[int, Reduced]] = deque()
         self._lag = 0 if isinstance(clock, HostClock) else LAG
-        self._reduce = None
+        self._reduce = self._ranks = None
         if trainer.world_size > 1:
-            how = {name: key.ranks for name, key in KEYS.items()}
-            self._reduce = reducer(how, trainer.strategy.root_device, batch_share(trainer))
+            how, device = {name: key.ranks for name, key in KEYS.items()}, trainer.strategy.root_device
+            self._ranks = Processes("StepMonitor") if device.type == "cpu" else None
+            self._reduce = reducer(how, device, batch_share(trainer), self._ranks)
         self._declared: set[str] = set()
         self._warnings = RowWarnings(trainer, headroom)
 
@@ -129,6 +132,11 @@ class Rows:
         while not self._reduce and self._open and (rates := self._open[0].rates(self._clock)) is not None:
             row = self._open.popleft()
             self._write(row.axis, {**row.figures, **rates})
+
+    def failed(self, error: BaseException) -> None:
+        """Let ranks that wait for this one's row know that none will come."""
+        if self._ranks:
+            self._ranks.failed(error)
 
     def flush(self) -> None:
         """Write the rows that are left, waiting for the device: after training, on all ranks."""
@@ -161,7 +169,7 @@ class Rows:
         """Tell W&B the axis of each key, and what its summary is to show."""
         self._declared.update(keys)
         for logger in self._trainer.loggers:
-            if keys and isinstance(logger, WandbLogger):
+            if keys and is_a(logger, WandbLogger):
                 axis, prefix = wandb_names(logger)
                 logger.experiment.define_metric(axis)
                 for key in keys:

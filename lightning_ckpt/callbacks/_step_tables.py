@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_ckpt.budget_plan import BudgetPlan
+from lightning_ckpt.callbacks._distributions import is_a
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._trainer import callbacks_of
 from lightning_ckpt.memory import GIB
@@ -55,7 +56,7 @@ class RunTables:
     def __init__(self, trainer: Trainer, pl_module: LightningModule, replays: StepReplays) -> None:
         self._trainer, self._module, self._replays = trainer, pl_module, replays
         loggers = trainer.loggers if trainer.is_global_zero else []
-        self._loggers = [logger for logger in loggers if isinstance(logger, WandbLogger)]
+        self._loggers = [logger for logger in loggers if is_a(logger, WandbLogger)]
         self._written: int | None = None  # the plan that the table is of
 
     def begin(self, limit: int | None) -> None:

@@ -6,6 +6,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_ckpt.callbacks._distributions import is_a
+
 _PHASES = {"forward": "forward", "backward": "backward", "optimizer": "the optimizer's step"}
 
 
@@ -33,7 +35,7 @@ class RowWarnings:
     def _tell_of_headroom(self, text: str) -> None:
         rank_zero_warn(text)
         for logger in self._trainer.loggers:
-            if isinstance(logger, WandbLogger):
+            if is_a(logger, WandbLogger):
                 logger.experiment.alert(title="Little memory left", text=text, level="WARN")
 
     def _look_at_utilization(self, utilization: float) -> None:

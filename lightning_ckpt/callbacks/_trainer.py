@@ -21,7 +21,9 @@ from lightning.pytorch.utilities.data import _extract_batch_size
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lightning_ckpt.callbacks._distributions import of
 from lightning_ckpt.callbacks._loaders import drawn_from
+from lightning_ckpt.processes import Ranks, ranks_of
 from lightning_ckpt.snapshot import RandomState, Snapshot
 
 
@@ -76,6 +78,14 @@ def batch_share(trainer: Trainer) -> float:
     """
     arguments = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return (arguments.get("num_replicas") or trainer.world_size) / trainer.world_size
+
+
+def ranks_of_run(trainer: Trainer, who: str) -> Ranks:
+    """The ranks of a run, for a callback to agree with: asked for by all of them in `setup`, in the same order.
+
+    Strategies keep the timeout of their process group to themselves.
+    """
+    return ranks_of(trainer.world_size, who, getattr(trainer.strategy, "_timeout", None))
 
 
 def around_saving(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
@@ -138,7 +148,7 @@ def hand_train_loaders(trainer: Trainer, loaders: Any) -> None:
 
 def request_train_loaders(trainer: Trainer) -> Any:
     """What the `train_dataloader` hook of the module or datamodule returns, asked for the way `fit` does."""
-    return _request_dataloader(trainer.fit_loop._data_source)
+    return of(trainer, _request_dataloader)(trainer.fit_loop._data_source)
 
 
 def loaded_checkpoint(trainer: Trainer) -> Any:
@@ -225,10 +235,10 @@ def unseen(trainer: Trainer) -> Iterator[None]:
     schedulers = trainer.strategy.lr_scheduler_configs
     try:
         trainer.fit_loop = _fresh_loop(trainer)
-        trainer._logger_connector = _LoggerConnector(trainer)
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        trainer._logger_connector = of(trainer, _LoggerConnector)(trainer)
+        trainer.loggers = [of(trainer, DummyLogger)() for _ in trainer.loggers]
         set_callbacks(trainer, [])
-        trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+        trainer.profiler = of(trainer, PassThroughProfiler)()  # type: ignore[attr-defined]
         trainer.accumulate_grad_batches = min(trainer.accumulate_grad_batches, 2)
         if trainer.lightning_module.automatic_optimization:
             trainer.strategy.lr_scheduler_configs = []
@@ -290,8 +300,8 @@ def shares_samples_out(trainer: Trainer, loader: Any) -> bool:
 
 def _fresh_loop(trainer: Trainer) -> _FitLoop:
     old = trainer.fit_loop
-    loop = _FitLoop(trainer, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
-    loop.epoch_loop = _TrainingEpochLoop(trainer, min_steps=old.min_steps, max_steps=old.max_steps)
+    loop = of(trainer, _FitLoop)(trainer, min_epochs=old.min_epochs, max_epochs=old.max_epochs)
+    loop.epoch_loop = of(trainer, _TrainingEpochLoop)(trainer, min_steps=old.min_steps, max_steps=old.max_steps)
     loop._data_source = old._data_source
     loop.epoch_loop.val_loop._data_source = old.epoch_loop.val_loop._data_source
     return loop
@@ -306,7 +316,7 @@ def optimizer_steps(trainer: Trainer, loaders: CombinedLoader, *, most_batches: 
     batches, gets a batch for each. A step that the gradient scaler skipped for its first scales is taken again.
     """
     loop, module = trainer.fit_loop, trainer.lightning_module
-    fetcher = _select_data_fetcher(trainer, RunningStage.TRAINING)
+    fetcher = of(trainer, _select_data_fetcher)(trainer, RunningStage.TRAINING)
     fetcher.setup(loaders)
     iter(fetcher)
     loop._combined_loader, loop._data_fetcher = loaders, fetcher
@@ -349,7 +359,7 @@ def hand_validation_loaders(trainer: Trainer, loaders: Any) -> None:
 
 def request_validation_loaders(trainer: Trainer) -> Any:
     """What the `val_dataloader` hook returns, asked for the way `fit` does."""
-    return _request_dataloader(trainer.fit_loop.epoch_loop.val_loop._data_source)
+    return of(trainer, _request_dataloader)(trainer.fit_loop.epoch_loop.val_loop._data_source)
 
 
 def validate_one_batch(trainer: Trainer, loaders: CombinedLoader) -> None:

@@ -7,6 +7,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 
+from lightning_ckpt.callbacks._distributions import is_a
+
 
 def around_train_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> Callable[[], None]:
     """Let every train loader be changed once Lightning has prepared it; return what undoes it.
@@ -82,9 +84,9 @@ def _space_validations(trainer: Trainer) -> None:
 
 def _show_batches(trainer: Trainer) -> None:
     bar, batches = trainer.progress_bar_callback, trainer.fit_loop.max_batches
-    if isinstance(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
+    if is_a(bar, TQDMProgressBar) and bar._train_progress_bar is not None:
         bar.train_progress_bar.total = batches
-    elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
+    elif is_a(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
         bar.progress.update(bar.train_progress_bar_id, total=batches)
 
 

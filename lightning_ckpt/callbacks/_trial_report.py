@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import Self
 
+from lightning_ckpt.callbacks._distributions import is_a
 from lightning_ckpt.callbacks._trainer import callbacks_of, data_ranks, step_axis
 from lightning_ckpt.callbacks._trials import Trial
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
@@ -59,7 +60,7 @@ class TrialReport:
         for logger in trainer.loggers:
             if row:
                 logger.log_metrics(row, step=step_axis(trainer))
-            if isinstance(logger, WandbLogger):
+            if is_a(logger, WandbLogger):
                 logger.log_table(
                     "batch_size/trials", columns=list(_COLUMNS), data=self._rows(), step=step_axis(trainer)
                 )

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
+from lightning_ckpt.callbacks._distributions import MisconfigurationException
 from lightning_ckpt.search import Search
 from lightning_ckpt.sizes import parse_size
 

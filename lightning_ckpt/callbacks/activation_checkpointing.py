@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 
@@ -10,13 +10,17 @@ from lightning_ckpt.blocks import Blocks, find_blocks
 from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.callbacks._budget_run import BudgetRun
 from lightning_ckpt.callbacks._compiled_run import CompiledRun
-from lightning_ckpt.callbacks._trainer import callbacks_of, is_compiled_whole, set_callbacks
+from lightning_ckpt.callbacks._deepspeed import tell_of_deepspeed
+from lightning_ckpt.callbacks._distributions import Callback
+from lightning_ckpt.callbacks._trainer import callbacks_of, is_compiled_whole, ranks_of_run, set_callbacks
 from lightning_ckpt.callbacks.step_monitor import StepMonitor
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.compiled_budget import all_compiled
 from lightning_ckpt.coverage import Coverage
+from lightning_ckpt.owners import Existing, owner_of
 from lightning_ckpt.policies import MemoryBudget, Policy
 from lightning_ckpt.policy_names import resolve_policy
+from lightning_ckpt.processes import Alone, Ranks
 from lightning_ckpt.recompute import CheckpointedBlocks, check_options, checkpoint_blocks
 
 
@@ -51,6 +55,10 @@ class ActivationCheckpointing(Callback):
         check_steps: how many training batches `"values"` checks before it makes way for `"default"`, and says so;
             `None` checks them all. It takes a digest of every operator's results, twice, and waits for the device at
             the end of each backward pass.
+        existing: what becomes of checkpointing that the model's owner has turned on, by Hugging Face's
+            `gradient_checkpointing_enable()`, timm's `set_grad_checkpointing()`, PyTorch's `CheckpointWrapper` or
+            composable `checkpoint`, or a strategy's `activation_checkpointing_policy`: `"keep"` leaves its blocks to
+            it, with a warning; `"replace"` turns it off while `fit` runs.
         monitor: log memory and throughput each step: `True`, `False`, or a `StepMonitor` of your own. A `StepMonitor`
             among the trainer's callbacks takes its place.
 
@@ -58,7 +66,7 @@ class ActivationCheckpointing(Callback):
         ValueError: an argument is out of range, or, when training starts, no block was found.
         TypeError: an argument of another kind.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[ActivationCheckpointing()], logger=False, enable_checkpointing=False)
     """
@@ -71,9 +79,10 @@ class ActivationCheckpointing(Callback):
         preserve_rng_state: bool = True,
         determinism_check: DeterminismCheck = "default",
         check_steps: int | None = 3,
+        existing: Existing = "keep",
         monitor: bool | StepMonitor = True,
     ) -> None:
-        check_options(policy, blocks, preserve_rng_state, determinism_check)
+        check_options(policy, blocks, preserve_rng_state, determinism_check, existing)
         if check_steps is not None and (type(check_steps) is not int or check_steps < 1):
             raise ValueError(f"check_steps={check_steps!r}: accepted are a whole number of at least 1, and None")
         if not isinstance(monitor, bool | StepMonitor):
@@ -83,16 +92,18 @@ class ActivationCheckpointing(Callback):
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
         self.check_steps = check_steps
+        self.existing = existing
         self.monitor = monitor
         self._to_check = 0
         self._handle: CheckpointedBlocks | None = None
-        self._found: list[tuple[str, int]] = []
+        self._found: list[tuple[str, int, str | None]] = []
         self._added_monitor: StepMonitor | None = None
         self._budget_run: BudgetRun | None = None
         self._compiled_run: CompiledRun | None = None
         self._last_plan: BudgetPlan | None = None
         self._budget: int | None = None
         self._known: dict[str, Any] | None = None
+        self._ranks: Ranks = Alone()
 
     @property
     def plan(self) -> BudgetPlan | None:
@@ -107,6 +118,9 @@ class ActivationCheckpointing(Callback):
         if stage != "fit":
             return
         self._undo(trainer)
+        if isinstance(resolve_policy(self.policy), MemoryBudget):
+            # Here, where all ranks are at one place: whichever fails later can tell the others.
+            self._ranks = ranks_of_run(trainer, "ActivationCheckpointing")
         self._add_monitor(trainer, pl_module)
         try:
             self._apply(pl_module)
@@ -118,6 +132,7 @@ class ActivationCheckpointing(Callback):
         if self._handle is None or self._found != _identities(pl_module, self.blocks):
             self._undo_blocks()
             self._apply(pl_module)
+        tell_of_deepspeed(trainer)
         self._announce(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,7 +141,7 @@ class ActivationCheckpointing(Callback):
             return
         if is_compiled_whole(pl_module) or all_compiled(pl_module, self._handle.blocks):
             self._handle.remove()  # what is compiled chooses by itself
-            self._compiled_run = CompiledRun(trainer, pl_module, policy)
+            self._compiled_run = CompiledRun(trainer, pl_module, policy, self._ranks)
         elif not self._checks_values:
             self._plan(trainer, pl_module, policy)
 
@@ -140,7 +155,7 @@ class ActivationCheckpointing(Callback):
         known, self._known = self._known, None
         if self._budget is not None:
             policy = MemoryBudget(self._budget)
-        self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, known)
+        self._budget_run = BudgetRun(trainer, pl_module, self._handle, policy, known, self._ranks)
 
     def to_plan(self, pl_module: LightningModule) -> tuple[CheckpointedBlocks, MemoryBudget] | None:
         """Return the blocks a memory plan is to be made for, with their budget; None where none is to be made."""
@@ -202,6 +217,7 @@ class ActivationCheckpointing(Callback):
             self._undo(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._ranks.failed(exception)
         self._undo(trainer)  # Lightning calls no teardown after an exception
 
     def _apply(self, pl_module: LightningModule) -> None:
@@ -211,6 +227,7 @@ class ActivationCheckpointing(Callback):
             blocks=self.blocks,
             preserve_rng_state=self.preserve_rng_state,
             determinism_check=self.determinism_check,
+            existing=self.existing,
         )
         self._found = _identities(pl_module, self.blocks)
         self._to_check = self.check_steps or 0
@@ -255,5 +272,6 @@ class ActivationCheckpointing(Callback):
             logger.log_hyperparams({"activation_checkpointing": plan})
 
 
-def _identities(pl_module: LightningModule, blocks: Blocks | None) -> list[tuple[str, int]]:
-    return [(name, id(block)) for name, block in find_blocks(pl_module, blocks)]
+def _identities(pl_module: LightningModule, blocks: Blocks | None) -> list[tuple[str, int, str | None]]:
+    """The blocks, and what else checkpoints them: models and strategies wrap, and turn on, after `setup`."""
+    return [(name, id(block), owner_of(pl_module, name)) for name, block in find_blocks(pl_module, blocks)]

@@ -3,20 +3,20 @@
 from dataclasses import asdict
 from typing import Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch import LightningModule, Trainer
 from torch.nn.parameter import is_lazy
 
+from lightning_ckpt.callbacks._distributions import Callback, MisconfigurationException
 from lightning_ckpt.callbacks._global_batch import GlobalBatch
 from lightning_ckpt.callbacks._growing import Growing
+from lightning_ckpt.callbacks._neighbours import refuse_other_finders, stand_behind_checkpointing
 from lightning_ckpt.callbacks._room import room_of
 from lightning_ckpt.callbacks._searching import Searching
-from lightning_ckpt.callbacks._trainer import OptimizerSetup, callbacks_of, has_training_to_do, set_callbacks
+from lightning_ckpt.callbacks._trainer import OptimizerSetup, has_training_to_do, ranks_of_run
 from lightning_ckpt.callbacks._trial_report import TrialReport, log_size
 from lightning_ckpt.callbacks._trials import Trial
 from lightning_ckpt.callbacks._tuner_options import TunerOptions
-from lightning_ckpt.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_ckpt.processes import Alone, Ranks
 
 
 class BatchSizeTuner(Callback):
@@ -107,7 +107,7 @@ class BatchSizeTuner(Callback):
         RuntimeError: in a trial: another rank has failed; or memory ran out where ranks wait for one another in a step.
         NothingFits: when `fit` starts: not even the smallest size allowed fits.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[BatchSizeTuner(multiple_of=8)], logger=False, enable_checkpointing=False)
     """
@@ -150,6 +150,7 @@ class BatchSizeTuner(Callback):
         self._global_batch: GlobalBatch | None = None
         self._optimizer_setup: OptimizerSetup | None = None
         self._growing: Growing | None = None
+        self._ranks: Ranks = Alone()
         self._grown: dict[str, Any] = {}
 
     @property
@@ -184,9 +185,10 @@ class BatchSizeTuner(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._refuse(trainer)
-        self._stand_behind_checkpointing(trainer)
+        refuse_other_finders(trainer)
+        stand_behind_checkpointing(trainer, self)
         self._forget_setup()
+        self._ranks = ranks_of_run(trainer, "BatchSizeTuner")
         if self.options.global_batch_size is not None:
             self._global_batch = GlobalBatch(trainer, pl_module, self.options.global_batch_size)
         if self.options.mode == "search":
@@ -196,6 +198,7 @@ class BatchSizeTuner(Callback):
             self._growing = Growing(
                 trainer,
                 pl_module,
+                self._ranks,
                 name=self.options.batch_arg_name,
                 first=first,
                 settled=settled,
@@ -212,7 +215,14 @@ class BatchSizeTuner(Callback):
                 "BatchSizeTuner can't put back parameters that are made on the first batch: run one batch through the "
                 "module before `fit`, so that its lazy layers know their shapes"
             )
-        searching = Searching(trainer, pl_module, self.options, known=self.batch_size, global_batch=self._global_batch)
+        searching = Searching(
+            trainer,
+            pl_module,
+            self.options,
+            self._ranks,
+            known=self.batch_size,
+            global_batch=self._global_batch,
+        )
         try:
             self.batch_size, self._found = searching.run(setup)
         finally:
@@ -260,6 +270,7 @@ class BatchSizeTuner(Callback):
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._ranks.failed(exception)
         if self._growing:
             self._growing.fail(exception)
         self._end()  # Lightning calls no teardown after an exception
@@ -269,28 +280,6 @@ class BatchSizeTuner(Callback):
         if self._global_batch is not None:
             self._global_batch.put_back()
             self._global_batch = None
-
-    def _refuse(self, trainer: Trainer) -> None:
-        for other in callbacks_of(trainer):
-            if isinstance(other, LearningRateFinder):
-                raise MisconfigurationException(
-                    "LearningRateFinder would run before BatchSizeTuner, since Lightning moves it to the front, and "
-                    "find a rate for a batch size that then changes: find the size first, in a `fit` without it, set "
-                    "it by hand, and find the learning rate after"
-                )
-            if isinstance(other, BatchSizeFinder):
-                raise MisconfigurationException(
-                    "BatchSizeFinder and BatchSizeTuner both set the batch size: leave one of them out"
-                )
-
-    def _stand_behind_checkpointing(self, trainer: Trainer) -> None:
-        """Blocks made in `configure_model` are checkpointed in `on_fit_start`, and the trials must see them so."""
-        callbacks = callbacks_of(trainer)
-        places = [place for place, other in enumerate(callbacks) if isinstance(other, ActivationCheckpointing)]
-        mine = callbacks.index(self)
-        if places and places[-1] > mine:
-            rest = callbacks[:mine] + callbacks[mine + 1 :]
-            set_callbacks(trainer, [*rest[: places[-1]], self, *rest[places[-1] :]])
 
     def _forget_setup(self) -> None:
         if self._optimizer_setup is not None:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
+from lightning_ckpt.callbacks._distributions import Callback
 from lightning_ckpt.callbacks._step_run import Run, Settings
 from lightning_ckpt.oom import is_out_of_memory
 
@@ -61,7 +62,7 @@ class StepMonitor(Callback):
     Raises:
         ValueError, TypeError: an argument is none of these.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[StepMonitor()], logger=False, enable_checkpointing=False)
     """
@@ -148,6 +149,8 @@ class StepMonitor(Callback):
         self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._run:
+            self._run.rows.failed(exception)
         if self._run and trainer.world_size == 1:  # other ranks may not have failed, and won't come to a gather
             self._run.rows.write_known()
         if self._run and is_out_of_memory(exception):

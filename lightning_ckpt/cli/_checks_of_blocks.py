@@ -82,7 +82,8 @@ def _owners(patient: Patient) -> dict[str, str]:
 
 def _one_of_the_two(owners: dict[str, str]) -> str:
     switches = [switch for start, switch in _SWITCHES.items() if any(why.startswith(start) for why in owners.values())]
-    return f"one of the two is enough: train without the callback, or give it the blocks: {'; '.join(switches)}"
+    ways = "; ".join(['existing="replace"', *switches])
+    return f"one of the two is enough: train without the callback, or give it the blocks: {ways}"
 
 
 def frozen(patient: Patient) -> Finding:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from itertools import islice
 
-from torch import nn
-
+from lightning_ckpt.caches import caching_parts, outermost, trained_caching_parts
 from lightning_ckpt.causes import WHAT_ELSE_HELPS
 from lightning_ckpt.cli._findings import Finding, NotApplicable, OutOfMemory, failed, passed, some, warned
 from lightning_ckpt.cli._measurement import CAUSES, Measurement
@@ -39,25 +38,23 @@ def activations(patient: Patient) -> Finding:
 
 def caches(patient: Patient) -> Finding:
     """No key-value cache is filled in training."""
-    # The parts of a model share one configuration: the outermost is told.
-    configured = {
-        id(module.config): name or "the model" for name, module in _reversed(patient.module) if _caches(module)
-    }
-    on = list(configured.values())[::-1]
+    on = caching_parts(patient.module)
     if not on:
         return passed("no part of the model has use_cache on")
-    return warned(
-        f"use_cache is on in {some(on)}: a forward in training keeps keys and values that nobody reads",
-        "model.config.use_cache = False",
+    with patient.under_policy() as handle:
+        turned_off = trained_caching_parts(patient.module, handle.blocks)
+    if filled := outermost(on.keys() - turned_off.keys()):
+        return warned(
+            f"use_cache is on in {_named(filled)}: a forward in training keeps keys and values that nobody reads",
+            "model.config.use_cache = False",
+        )
+    return passed(
+        f"use_cache is on in {_named(outermost(on))}, and turned off in training while blocks are checkpointed"
     )
 
 
-def _reversed(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(model.named_modules())[::-1]
-
-
-def _caches(module: nn.Module) -> bool:
-    return getattr(getattr(module, "config", None), "use_cache", False) is True
+def _named(parts: list[str]) -> str:
+    return some([name or "the model" for name in parts])
 
 
 def attention(patient: Patient) -> Finding:

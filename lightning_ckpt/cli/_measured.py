@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_ckpt import ActivationCheckpointing
 from lightning_ckpt.blocks import find_blocks
+from lightning_ckpt.callbacks._distributions import of
 from lightning_ckpt.callbacks._trainer import samples_in
 from lightning_ckpt.cli._command import NoBlocks, UsageError, in_options
 from lightning_ckpt.cli._measurement import STEP, Measurement, Request, StepMemory
@@ -55,7 +56,7 @@ def measure_target(target: Target, request: Request) -> Measurement:
         callbacks.insert(0, ActivationCheckpointing(policy, blocks=request.blocks, monitor=False))
     elif request.needs_blocks:
         callbacks.insert(0, _LookForBlocks(request))
-    trainer = _trainer(callbacks, request.precision)
+    trainer = _trainer(target.module, callbacks, request.precision)
     _fit(trainer, target, WARM_UP + request.steps + RECORDED)
     assert watch.memory is not None
     return Measurement(
@@ -73,8 +74,8 @@ def measure_target(target: Target, request: Request) -> Measurement:
     )
 
 
-def _trainer(callbacks: list[L.Callback], precision: str | None) -> L.Trainer:
-    return L.Trainer(
+def _trainer(module: L.LightningModule, callbacks: list[L.Callback], precision: str | None) -> L.Trainer:
+    return of(module, L.Trainer)(
         devices=1,
         precision=precision,  # type: ignore[arg-type]
         callbacks=callbacks,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_ckpt.blocks import find_blocks
+from lightning_ckpt.callbacks._distributions import of
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.cli._command import UsageError
 from lightning_ckpt.cli._findings import NotApplicable
@@ -67,7 +68,7 @@ class Patient:
         if not self.module.training:
             self.module.train()
         # A training step may ask its trainer for things; without its own loops this one takes no logged values.
-        self.module.trainer = L.Trainer(barebones=True)
+        self.module.trainer = of(self.module, L.Trainer)(barebones=True)
 
     @cached_property
     def plain(self) -> Measurement:

@@ -1,9 +1,7 @@
 """The pictures of a comparison: memory against step time, what the peak is made of, memory over one step."""
 
-from itertools import pairwise
-
 from lightning_ckpt.cli._measurement import CAUSES, PHASES, Comparison, Measurement
-from lightning_ckpt.cli._svg import LETTER, Box, Scale, path, picture, place_label, tag, text
+from lightning_ckpt.cli._svg import LETTER, Box, Scale, grid, path, picture, place_label, stairs, tag, text
 from lightning_ckpt.sizes import UNITS, format_size
 
 WIDTH = 720.0
@@ -22,9 +20,9 @@ def time_against_memory(comparison: Comparison) -> str:
     height, inside = 340.0, Box(64, 24, WIDTH - 24, 292)
     x = _times(max(one.spread[1] for one in comparison.measured), inside.left, inside.right)
     y = _sizes(max(one.memory.peak for one in comparison.measured), inside.bottom, inside.top)
-    parts = [*_grid(x, y, inside, "step time, ms")]
+    parts = [*grid(x, y, inside, "step time, ms", _unit(y))]
     frontier = [(x(one.step_time), y(one.memory.peak)) for one in comparison.frontier()]
-    parts.append(path(_stairs(frontier), class_="frontier"))
+    parts.append(path(stairs(frontier), class_="frontier"))
     taken = [_around(x(one.step_time), y(one.memory.peak)) for one in comparison.measured]
     for one in comparison.measured:
         parts.append(_point(one, x, y, colour(comparison, one)))
@@ -55,7 +53,7 @@ def memory_over_a_step(comparison: Comparison, one: Measurement) -> str:
     x = _times(max(m.step_time for m in comparison.measured), inside.left, inside.right, ticks=4)
     y = _sizes(max(m.memory.peak for m in comparison.measured), inside.bottom, inside.top, ticks=4)
     ink = colour(comparison, one)
-    parts = [*_grid(x, y, inside, "time, ms"), text(one.policy, inside.left, 14, class_="name", fill=ink)]
+    parts = [*grid(x, y, inside, "time, ms", _unit(y)), text(one.policy, inside.left, 14, class_="name", fill=ink)]
     if comparison.plain and comparison.plain is not one:
         parts.append(path(_curve(comparison.plain, x, y), class_="ghost"))
     curve = _curve(one, x, y)
@@ -82,23 +80,6 @@ def _sizes(most: int, start: float, end: float, ticks: int = 5) -> Scale:
 
 def _unit(scale: Scale) -> str:
     return next(name for name, size in UNITS.items() if size == scale.unit)
-
-
-def _grid(x: Scale, y: Scale, inside: Box, x_title: str) -> list[str]:
-    lines = [tag("line", x1=inside.left, x2=inside.right, y1=at, y2=at, class_="grid") for at, _ in y.marks()]
-    across = [text(label, at, inside.bottom + 17, text_anchor="middle", class_="tick") for at, label in x.marks()]
-    up = [text(label, inside.left - 8, at + 4, text_anchor="end", class_="tick") for at, label in y.marks()]
-    titles = [
-        text(x_title, inside.right, inside.bottom + 36, text_anchor="end", class_="axis"),
-        text(_unit(y), inside.left - 8, inside.top - 12, text_anchor="end", class_="axis"),
-    ]
-    return [*lines, *across, *up, *titles]
-
-
-def _stairs(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Hold each point's level up to the next point's place."""
-    corners = [point for (_, y), (next_x, next_y) in pairwise(points) for point in ((next_x, y), (next_x, next_y))]
-    return [*points[:1], *corners]
 
 
 def _point(one: Measurement, x: Scale, y: Scale, ink: str) -> str:
@@ -141,7 +122,7 @@ def _bar(one: Measurement, x: Scale, top: float, thick: float, ink: str) -> list
 def _curve(one: Measurement, x: Scale, y: Scale) -> list[tuple[float, float]]:
     """Memory holds its level until the next event. A recorded step is slower: its places are put on the timed one."""
     points = [(x(place * one.step_time), y(held)) for place, held in one.memory.curve]
-    return [*_stairs(points), (x(one.step_time), points[-1][1])] if points else []
+    return [*stairs(points), (x(one.step_time), points[-1][1])] if points else []
 
 
 def _phases(one: Measurement, x: Scale, inside: Box) -> list[str]:

@@ -7,7 +7,7 @@ from statistics import median
 from lightning_ckpt.cli._offline_run import OfflineRun
 from lightning_ckpt.cli._page import _STYLE
 from lightning_ckpt.cli._style import COLOURS, DRAWN
-from lightning_ckpt.cli._svg import Box, Scale, path, picture, tag, text
+from lightning_ckpt.cli._svg import Box, Scale, grid, path, picture, tag, text
 from lightning_ckpt.dashboard import SECTIONS, Plot
 
 WIDTH, HEIGHT = 720.0, 240.0
@@ -88,20 +88,12 @@ def _drawn(run: OfflineRun, plot: Plot) -> str:
     x = Scale(most=max(steps, 1), start=_INSIDE.left, end=_INSIDE.right)
     most = max(0.0, *(figure for curve in curves.values() for _, figure in curve))
     y = Scale(most=most, start=_INSIDE.bottom, end=_INSIDE.top)
-    parts = [*_grid(x, y), *_legend(list(curves))]
+    parts = [*grid(x, y, _INSIDE, "optimizer step"), *_legend(list(curves))]
     for number, curve in enumerate(curves.values(), 1):
         points = [(x(step), y(max(0.0, figure))) for step, figure in curve]
         points = points if len(points) > 1 else [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
         parts.append(path(points, class_="curve", stroke=f"var(--policy-{number})"))
     return f'<p class="quiet">{escape(plot.title)}</p>{picture(plot.title, WIDTH, HEIGHT, *parts)}'
-
-
-def _grid(x: Scale, y: Scale) -> list[str]:
-    lines = [tag("line", x1=_INSIDE.left, x2=_INSIDE.right, y1=at, y2=at, class_="grid") for at, _ in y.marks()]
-    across = [text(label, at, _INSIDE.bottom + 17, text_anchor="middle", class_="tick") for at, label in x.marks()]
-    up = [text(label, _INSIDE.left - 8, at + 4, text_anchor="end", class_="tick") for at, label in y.marks()]
-    title = text("optimizer step", _INSIDE.right, _INSIDE.bottom + 36, text_anchor="end", class_="axis")
-    return [*lines, *across, *up, title]
 
 
 def _legend(keys: list[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """What pictures look like, in a page and as files of their own: colours by day and by night, lines, letters."""
 
+import re
+
 COLOURS = """
 :root {
   color-scheme: light dark;
@@ -34,7 +36,8 @@ svg .level { stroke-dasharray: 1 3; }
 
 
 def as_file(picture: str) -> str:
-    """Return an inline picture as the content of an SVG file, with its own paper."""
-    name = 'xmlns="http://www.w3.org/2000/svg"'
+    """Return an inline picture as the content of an SVG file, with its own paper and the size it is drawn for."""
+    width, height = re.findall(r'viewBox="0 0 (\S+) (\S+)"', picture)[0]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
     paper = "svg { background: var(--paper); color: var(--ink); }"
-    return picture.replace("<svg", f"<svg {name}", 1).replace(">", f"><style>{COLOURS}{DRAWN}{paper}</style>", 1) + "\n"
+    return picture.replace("<svg", head, 1).replace(">", f"><style>{COLOURS}{DRAWN}{paper}</style>", 1) + "\n"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 LETTER = 7.9  # the width of a letter of the labels, in pixels, on the safe side
 LINE = 15.0  # and the height of their line
@@ -87,6 +88,23 @@ class Box:
         """Whether the two share any place."""
         apart = self.right < other.left or other.right < self.left or self.bottom < other.top or other.bottom < self.top
         return not apart
+
+
+def grid(x: Scale, y: Scale, inside: Box, x_title: str, y_title: str = "") -> list[str]:
+    """Return the lines and labels of two scales around a place, and what each of them counts."""
+    lines = [tag("line", x1=inside.left, x2=inside.right, y1=at, y2=at, class_="grid") for at, _ in y.marks()]
+    across = [text(label, at, inside.bottom + 17, text_anchor="middle", class_="tick") for at, label in x.marks()]
+    up = [text(label, inside.left - 8, at + 4, text_anchor="end", class_="tick") for at, label in y.marks()]
+    titles = [text(x_title, inside.right, inside.bottom + 36, text_anchor="end", class_="axis")]
+    if y_title:
+        titles.append(text(y_title, inside.left - 8, inside.top - 12, text_anchor="end", class_="axis"))
+    return [*lines, *across, *up, *titles]
+
+
+def stairs(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Hold each point's level up to the next point's place."""
+    corners = [point for (_, y), (next_x, next_y) in pairwise(points) for point in ((next_x, y), (next_x, next_y))]
+    return [*points[:1], *corners]
 
 
 def place_label(said: str, x: float, y: float, within: Box, taken: list[Box]) -> tuple[float, float, str]:

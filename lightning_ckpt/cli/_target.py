@@ -42,7 +42,9 @@ class Target:
         """
         from lightning import LightningModule
 
-        if isinstance(self.model, LightningModule):
+        from lightning_ckpt.callbacks._distributions import is_a
+
+        if is_a(self.model, LightningModule):
             return self.model
         raise UsageError(
             f"{self.name}: returned a {type(self.model).__name__}, which has no training_step and no optimizer: return "
@@ -135,7 +137,10 @@ def has_train_loader(model: nn.Module) -> bool:
     """Whether a LightningModule brings its own training data."""
     from lightning import LightningModule
 
-    return isinstance(model, LightningModule) and type(model).train_dataloader is not LightningModule.train_dataloader
+    from lightning_ckpt.callbacks._distributions import is_a, of
+
+    own = of(model, LightningModule).train_dataloader
+    return is_a(model, LightningModule) and type(model).train_dataloader is not own
 
 
 def _loader_of(datamodule: Any) -> Any:

@@ -93,12 +93,13 @@ def _profiles(target: "Target", blocks: list[str] | None) -> dict[str, "BlockPro
     """What was measured of blocks, by name; nothing without a batch or without a training step to run."""
     from lightning import LightningModule
 
+    from lightning_ckpt.callbacks._distributions import is_a
     from lightning_ckpt.cli._checks import quiet
     from lightning_ckpt.cli._findings import NotApplicable
     from lightning_ckpt.cli._patient import Conditions, Patient
     from lightning_ckpt.policies import Full
 
-    if target.data is None or not isinstance(target.model, LightningModule):
+    if target.data is None or not is_a(target.model, LightningModule):
         return {}
     try:
         with quiet():

@@ -63,17 +63,17 @@ def drawing(chain: Chain) -> str:
     """Draw the chain's tensors three times: plain, with its bookmarks, and while its last segment replays."""
     if chain.layers > DRAWN:
         return f"(a chain of {chain.layers} layers is too long to draw)"
+    legend = f"{KEPT} kept   {DROPPED} dropped   {REPLAYED} made again for its segment's backward pass"
+    return "\n".join([*(_drawn(name, row) for name, row in rows(chain).items()), "", legend])
+
+
+def rows(chain: Chain) -> dict[str, list[str]]:
+    """Return a symbol for each tensor of the chain: plain, with its bookmarks, and while its last segment replays."""
     tensors, marks = range(chain.plain_tensors), set(chain.boundaries)
     last = range(chain.boundaries[-2] + 1, chain.plain_tensors)
     bookmarks = [KEPT if tensor in marks else DROPPED for tensor in tensors]
     replay = [REPLAYED if tensor in last else symbol for tensor, symbol in enumerate(bookmarks)]
-    rows = {
-        "plain": [KEPT] * chain.plain_tensors,
-        "checkpointed": bookmarks,
-        "replaying": replay,
-    }
-    legend = f"{KEPT} kept   {DROPPED} dropped   {REPLAYED} made again for its segment's backward pass"
-    return "\n".join([*(_drawn(name, row) for name, row in rows.items()), "", legend])
+    return {"plain": [KEPT] * chain.plain_tensors, "checkpointed": bookmarks, "replaying": replay}
 
 
 def _drawn(name: str, symbols: list[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -40,6 +41,7 @@ class Spy(Callback):
 # --- the same training ---
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective"], compile="no")
 @pytest.mark.parametrize("policy", ["full", "selective", Full(every=2)])
 @pytest.mark.parametrize("kind", [Language, Images, Adversaries])
 def test_training_leaves_what_plain_training_leaves(kind: type, policy: Any) -> None:
@@ -53,6 +55,9 @@ def test_training_leaves_what_plain_training_leaves(kind: type, policy: Any) -> 
     assert counted.replays > 0
 
 
+@pytest.mark.supports(
+    strategy="single device", precision=["32-true", "bf16-mixed", "bf16-true"], policy="full", compile="no"
+)
 @pytest.mark.parametrize(
     "options", [{"precision": "bf16-mixed"}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}]
 )
@@ -95,8 +100,9 @@ def test_blocks_are_found_wherever_the_module_makes_them(kind: type) -> None:
     assert spy.seen == [[f"gpt.blocks.{i}" for i in range(3)]] * 4
 
 
-def test_a_compiled_module_is_seen_through() -> None:
-    """`torch.compile(module)` handed to the trainer: the blocks inside are checkpointed."""
+@pytest.mark.parametrize("given", [lambda module: module, from_compiled], ids=["compiled", "from_compiled"])
+def test_a_compiled_module_is_seen_through(given: Any) -> None:
+    """`torch.compile(module)` handed to the trainer, or unwrapped by Lightning before: the blocks are checkpointed."""
 
     class Silent(Language):  # `self.log` itself does not compile
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -104,7 +110,7 @@ def test_a_compiled_module_is_seen_through() -> None:
 
     spy = Spy()
     running = trainer([ActivationCheckpointing(), spy], limit_train_batches=1, limit_val_batches=0)
-    running.fit(torch.compile(Silent(), backend="eager"))
+    running.fit(given(torch.compile(Silent(), backend="eager")))
     assert spy.seen == [[f"gpt.blocks.{i}" for i in range(3)]]
 
 

@@ -42,6 +42,7 @@ def budget_of(make: type, share: float, **options: Any) -> int:
     return int(full + share * (plain - full))
 
 
+@pytest.mark.supports(strategy="single device", precision="32-true", policy="auto", compile="no")
 @pytest.mark.parametrize("make", [Language, Images, Adversaries])
 def test_training_under_a_budget_leaves_what_plain_training_leaves(make: type) -> None:
     """Weights, buffers, optimizer state, metrics, random numbers, bit for bit, while plans come and go."""

@@ -13,8 +13,10 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -23,14 +25,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from equality import Replays
 from lightning_ckpt import ActivationCheckpointing, checkpoint_blocks, is_recomputing
 from lightning_ckpt.recompute import CheckpointedForward
 from modules import Adversaries, Images, Language, differences, fit, trainer
-from zoo import GPTBlock, llama
+from zoo import GPTBlock
 
 
 def ours(**options: Any) -> ActivationCheckpointing:
@@ -130,6 +131,7 @@ class _WithBackbone(Plain):
 
 OTHERS: dict[str, Callable[[], list[Callback]]] = {
     "weight averaging": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1)],
+    "moving average of weights": lambda: [EMAWeightAveraging(decay=0.5)],
     "accumulation schedule": lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
 }
 
@@ -167,6 +169,35 @@ def test_a_search_for_the_learning_rate_finds_and_leaves_the_same(last: bool, tm
     same_as_plain(Searched, lambda: [search()], last=last, default_root_dir=tmp_path, limit_val_batches=0)
 
 
+class _Fails(Plain):
+    """Ends with an error in its second epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 1 and batch_idx == 1:
+            raise ZeroDivisionError("in the user's code")
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model:UserWarning")  # Lightning looks for its file
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning")
+@pytest.mark.parametrize("last", [False, True], ids=["ours first", "ours last"])
+def test_a_checkpoint_saved_on_an_exception_is_the_plain_runs(last: bool, tmp_path: Path) -> None:
+    """`OnExceptionCheckpoint`, before our undoing or after it: the file goes on to the plain run's weights."""
+    left = []
+    for name, own in (("ours", [ours()]), ("plain", [])):
+        saving = OnExceptionCheckpoint(tmp_path, filename=name)
+        torch.manual_seed(0)
+        callbacks = [saving, *own] if last else [*own, saving]
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 3}
+        with pytest.raises(ZeroDivisionError, match="in the user's code"):
+            fit(_Fails(), callbacks, **options)
+        resumed = trainer(own, max_epochs=3)
+        resumed.fit(Plain(), ckpt_path=tmp_path / f"{name}.ckpt", weights_only=False)
+        assert resumed.global_step == 12
+        left.append(dict(resumed.lightning_module.state_dict()))
+    assert not differences(*left)
+
+
 # --- training options ---
 
 
@@ -179,12 +210,13 @@ def test_a_search_for_the_learning_rate_finds_and_leaves_the_same(last: bool, tm
         {"check_val_every_n_epoch": None, "val_check_interval": 1},
         {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
         {"inference_mode": False},
+        {"strategy": "auto", "accelerator": "auto"},
     ],
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.filterwarnings("ignore:You are using `torch.autograd.set_detect_anomaly`")
 def test_options_of_the_trainer_leave_the_plain_training(options: dict[str, Any]) -> None:
-    """Clipping, anomaly detection, overfitting, validation between steps, reloading, no inference mode."""
+    """Clipping, anomaly detection, overfitting, validation between steps, reloading, no inference mode, "auto"."""
     same_as_plain(Images, **options)
 
 
@@ -224,63 +256,36 @@ class _WrapsInSetup(SingleDeviceStrategy):
         super().setup(trainer)
 
 
+def _one_step_wrapped(callback: ActivationCheckpointing) -> tuple[Language, Replays, list[str]]:
+    """A step under such a strategy: the module, the calls inside its first block, and the blocks that are ours."""
+    module, spy = Language(), _Patched()
+    calls = Replays(module.gpt.blocks[0])
+    running = trainer([callback, spy], strategy=_WrapsInSetup("cpu"), limit_train_batches=1, limit_val_batches=0)
+    running.fit(module)
+    assert [isinstance(block, CheckpointWrapper) for block in module.gpt.blocks] == [True] * 3
+    return module, calls, spy.patched
+
+
+_PARTS = len(list(GPTBlock(16, 4, 0.0).modules())) - 1
+
+
 @pytest.mark.parametrize("blocks", [None, GPTBlock, "gpt.blocks.*"], ids=["found", "class", "glob"])
 def test_a_strategy_that_checkpoints_by_itself_keeps_its_one_level(blocks: Any) -> None:
     """It wraps after our setup: ours stands aside with a warning, and every block runs twice a step, not thrice."""
-    module, spy, calls = Language(), _Patched(), []
-    module.gpt.blocks[0].qkv.register_forward_pre_hook(lambda *_: calls.append(1))
-    running = trainer(
-        [ours(blocks=blocks), spy],
-        strategy=_WrapsInSetup("cpu"),
-        limit_train_batches=1,
-        limit_val_batches=0,
-    )
     with pytest.warns(UserWarning, match=r"Left alone: gpt\.blocks\..*checkpointed by its owner: a CheckpointWrapper"):
-        running.fit(module)
-    assert [isinstance(block, CheckpointWrapper) for block in module.gpt.blocks] == [True] * 3
-    assert spy.patched == []
-    assert len(calls) == 2
+        _, calls, patched = _one_step_wrapped(ours(blocks=blocks))
+    assert patched == []
+    assert calls.calls == 2 * _PARTS
 
 
-class _Llama(LightningModule):
-    """A Hugging Face model as users hold it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = llama()
-
-    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        return self.model(input_ids=ids, labels=ids).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0)), batch_size=2)
-
-
-class _LlamaByItsOwner(_Llama):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.activation_checkpointing_enable()
-
-
-def test_a_hugging_face_model_that_checkpoints_itself_is_left_alone() -> None:
-    """One warning; each layer runs twice a step as its owner asked; the training is the owner's. Off, it is ours."""
-    for make, warned in ((_LlamaByItsOwner, True), (_Llama, False)):
-        torch.manual_seed(0)
-        module = make()
-        plain = _Llama()
-        plain.load_state_dict(module.state_dict())
-        counted = Replays(module.model.model.layers[1].mlp)
-        if warned:
-            with pytest.warns(UserWarning, match="checkpointed by its owner: gradient_checkpointing=True"):
-                left = fit(module, [ours()])
-        else:
-            left = fit(module, [ours()])
-        assert counted.calls == 2 * 2 * len(list(module.model.model.layers[1].mlp.children()))
-        assert (counted.replays > 0) is not warned
-        assert not differences(left, fit(plain))
+@pytest.mark.parametrize("blocks", [None, GPTBlock, "gpt.blocks.*"], ids=["found", "class", "glob"])
+def test_a_strategys_checkpointing_is_replaced_on_request(blocks: Any) -> None:
+    """`existing="replace"`: ours in its place, every block still runs twice, and its wrappers act again after."""
+    module, calls, patched = _one_step_wrapped(ours(blocks=blocks, existing="replace"))
+    assert len(patched) == 3
+    assert (calls.calls, calls.replays) == (2 * _PARTS, _PARTS)
+    module.gpt(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert (calls.calls, calls.replays) == (4 * _PARTS, _PARTS)
 
 
 # --- names, copies, exports ---

@@ -119,7 +119,7 @@ def test_blocks_that_are_all_left_alone_fail() -> None:
     found = of_blocks.covered(patient(lambda: owned(Model())))
     assert found.status == "fail"
     assert "none is checkpointed here, since their owner does it: gradient_checkpointing=True" in found.evidence
-    assert found.cure.endswith("give it the blocks: model.gradient_checkpointing_disable()")
+    assert found.cure.endswith('give it the blocks: existing="replace"; model.gradient_checkpointing_disable()')
     transformer = of_blocks.covered(patient(lambda: checkpointing(LanguageModel())))
     assert (transformer.status, transformer.cure) == (found.status, found.cure)
 
@@ -431,13 +431,27 @@ def test_keeping_attention_that_is_not_there_is_warned_of() -> None:
 # --- caches ---
 
 
-def test_a_cache_in_training_is_warned_of() -> None:
-    """Hugging Face's default is on."""
-    found = of_memory.caches(patient(lambda: LanguageModel(use_cache=True), tokens()))
+class WithTeacher(LanguageModel):
+    """A second language model, whose blocks are not checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = llama()
+
+
+def test_a_cache_in_training_is_warned_of_unless_checkpointing_turns_it_off() -> None:
+    """Hugging Face's default is on, and stays on in a part that has no checkpointed block."""
+    found = of_memory.caches(patient(WithTeacher, tokens(), blocks=["language.model.layers.*"]))
     assert found.status == "warn"
-    assert found.evidence.startswith("use_cache is on in 'language': ")
+    assert found.evidence.startswith("use_cache is on in 'teacher': ")
     assert "use_cache = False" in found.cure
-    assert of_memory.caches(patient(lambda: LanguageModel(use_cache=False), tokens())).status == "pass"
+    turned_off = of_memory.caches(patient(lambda: LanguageModel(use_cache=True), tokens()))
+    assert (turned_off.status, turned_off.evidence) == (
+        "pass",
+        "use_cache is on in 'language', and turned off in training while blocks are checkpointed",
+    )
+    off = of_memory.caches(patient(lambda: LanguageModel(use_cache=False), tokens()))
+    assert (off.status, off.evidence) == ("pass", "no part of the model has use_cache on")
 
 
 # --- headroom ---

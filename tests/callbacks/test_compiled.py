@@ -1,0 +1,70 @@
+"""The callback on compiled modules: whole and by block, with no graph break allowed, under every policy."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ckpt import ActivationCheckpointing, Full, MemoryBudget
+from modules import Language, fit
+from zoo import GPT
+
+# The compiler's own, on its way through PyTorch.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+class Silent(Language):
+    """Without `self.log`, which does not compile, and without dropout, whose masks the compiler draws otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(depth=3, width=16, dropout=0.0)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.gpt(batch["input_ids"][:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Nothing compiled in one test serves another."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(module: Silent, how: str) -> Any:
+    if how == "whole":
+        return torch.compile(module, backend="aot_eager", fullgraph=True)
+    for block in module.gpt.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return module
+
+
+@pytest.mark.supports(
+    strategy="single device",
+    precision="32-true",
+    policy=["full", "selective", "segments", "auto"],
+    compile=["whole", "by block"],
+)
+@pytest.mark.parametrize("how", ["whole", "by block"])
+@pytest.mark.parametrize("policy", ["full", "selective", Full(segment_size=2), MemoryBudget("100KiB")], ids=str)
+def test_compiled_training_is_the_plain_compiled_training(policy: Any, how: str) -> None:
+    """Weights and optimizer state within 1e-6: the compiler reorders sums."""
+    torch.manual_seed(0)
+    ours = Silent()
+    plain = copy.deepcopy(ours)
+    left, expected = (
+        fit(compiled(module, how), callbacks, limit_val_batches=0)
+        for module, callbacks in ((ours, [ActivationCheckpointing(policy, monitor=False)]), (plain, []))
+    )
+    assert left.keys() == expected.keys()
+    for name in left.keys() - {"random state"}:
+        torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)

@@ -1,0 +1,86 @@
+"""What ranks agree on, and that none of them waits for one that has failed, was killed, or does not come."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ckpt.processes import Alone, Processes, ranks_of
+from two_ranks import on_two_ranks
+
+
+def test_one_process_agrees_with_itself() -> None:
+    """It gets back what it gives, and nobody is told of its failure."""
+    ranks = ranks_of(1, "test")
+    assert isinstance(ranks, Alone)
+    assert (ranks.gather("a"), ranks.from_first("a"), ranks.most(3)) == (["a"], "a", 3)
+    ranks.failed(ValueError())
+
+
+def _begin(rank: int, seconds: float = 60) -> Processes:
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
+    return Processes("test")
+
+
+def _agree(rank: int, folder: Path) -> None:
+    ranks = _begin(rank)
+    mine = {"rank": rank, "long": "x" * 1000 * rank}
+    told = [ranks.gather(mine), ranks.from_first(mine), ranks.most(-5 * rank), ranks.gather(None)]
+    told.append([row.tolist() for row in ranks.rows(torch.tensor([rank, 2.5]))])
+    # A run that has failed on all ranks alike is over: its notes are none of the next one's.
+    ranks.failed(ValueError("of the run before"))
+    again = Processes("test")
+    time.sleep(2.5 * rank)
+    told.append(again.most(rank))
+    # The first to fail is told of, whatever follows from it elsewhere.
+    if rank == 1:
+        again.failed(ValueError("the cause"))
+        again.failed(RuntimeError("what came of it"))
+    else:
+        started = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            again.gather("waits")
+        told += [str(caught.value), time.monotonic() - started < 10]
+    torch.save(told, folder / f"{rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_and_hear_of_a_failure(tmp_path: Path) -> None:
+    """Values of any size come from each, from the first, or as the largest; a rank that fails says so once for all."""
+    on_two_ranks(_agree, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    gathered = [{"rank": 0, "long": ""}, {"rank": 1, "long": "x" * 1000}]
+    assert second == [gathered, gathered[0], 0, [None, None], [[0.0, 2.5], [1.0, 2.5]], 1]
+    assert first[:6] == second
+    assert first[6:] == [
+        "test: rank 1 failed with ValueError: the cause. Rank 0 waits for it no longer; what that process printed says "
+        "more",
+        True,
+    ]
+
+
+def _does_not_come(rank: int, how: str, folder: Path) -> None:
+    ranks = _begin(rank, seconds=3)
+    ranks.most(0)
+    if rank == 1:
+        if how == "killed":
+            os._exit(0)
+        time.sleep(8)
+        return
+    with pytest.raises(RuntimeError) as caught:
+        ranks.most(1)
+    (folder / "said").write_text(str(caught.value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "slow"])
+def test_a_rank_that_does_not_come_is_named(how: str, tmp_path: Path) -> None:
+    """It left no note: its connections broke, or the process group's timeout has passed."""
+    on_two_ranks(_does_not_come, how, tmp_path)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("test: rank 0 waited in vain for rank 1 (")
+    assert said.endswith("if it is only slow, give the strategy a longer timeout")
