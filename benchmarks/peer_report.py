@@ -79,11 +79,10 @@ class Side:
         return f"{stem}_{self.model.lower().replace('-', '')}.png"
 
     def fastest_peer(self, budget: int) -> Arm | None:
-        """The peer with the shortest step among those that meet a budget and train as plain training does."""
+        """The peer with the shortest step among those that meet a budget and have plain training's gradients."""
         plain = self.arm(PLAIN)
         able = [arm for arm in self.arms if arm not in self.ours and arm.peak <= budget and arm is not plain]
-        able = [arm for arm in able if not arm.gradients[0] and not arm.buffers[0]]
-        return min(able, key=lambda arm: arm.ratio(plain), default=None)
+        return min((arm for arm in able if not arm.gradients[0]), key=lambda arm: arm.ratio(plain), default=None)
 
     def table(self) -> str:
         plain = self.arm(PLAIN)
@@ -108,17 +107,14 @@ Not run here:
     def _said(self) -> str:
         """Ours beside the peers that do the same."""
         plain, full, hand = self.arm(PLAIN), self.arm(FULL), self.arm(BY_HAND)
-        lines = [f"- `full` beside `checkpoint` by hand: {full.peak / hand.peak:.4f} of its peak, "]
-        lines[0] += f"{full.ratio(hand):.3f} of its step time."
-        for arm in self.ours:
-            if arm.budget:
-                peer = self.fastest_peer(arm.budget)
-                beside = (
-                    f"{peer.ratio(plain):.2f} with the fastest peer within it, {peer.name}"
-                    if peer
-                    else "no peer trains within it as plain does"
-                )
-                lines.append(f"- Within {arm.budget / MIB:.1f} MiB: {arm.ratio(plain):.2f} of plain's step; {beside}.")
+        peak, time = full.peak / hand.peak, full.ratio(hand)
+        lines = [f"- `full` beside `checkpoint` by hand: {peak:.4f} of its peak, {time:.3f} of its step time."]
+        for arm in (one for one in self.ours if one.budget):
+            beside = "no peer is within it"
+            if peer := self.fastest_peer(arm.budget):
+                differ = ", whose buffers differ" if peer.buffers[0] else ""
+                beside = f"{peer.ratio(plain):.2f} with the fastest peer within it, {peer.name}{differ}"
+            lines.append(f"- Within {arm.budget / MIB:.1f} MiB: {arm.ratio(plain):.2f} of plain's step; {beside}.")
         return "\n".join(lines)
 
 

@@ -74,9 +74,11 @@ def by_hand(subject: Subject) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def wrapper(subject: Subject) -> None:
-    blocks = {block for _, block in subject.blocks}
-    apply_activation_checkpointing(subject.model, check_fn=lambda module: module in blocks)
+def wrapped(subject: Subject, every: int = 1, **options: Any) -> None:
+    """Put PyTorch's wrapper around one block in `every`, the last of them."""
+    blocks = {block for _, block in subject.blocks[every - 1 :: every]}
+    wrap = partial(checkpoint_wrapper, **options)
+    apply_activation_checkpointing(subject.model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in blocks)
 
 
 def composed(subject: Subject) -> None:
@@ -99,8 +101,7 @@ def hugging_face(subject: Subject) -> None:
 
 def every_second_block(subject: Subject) -> None:
     """The second, the fourth and so on: torchtitan's `selective_ac_option = "2"`."""
-    blocks = {block for _, block in subject.blocks[1::2]}
-    apply_activation_checkpointing(subject.model, check_fn=lambda module: module in blocks)
+    wrapped(subject, every=2)
 
 
 def every_second_matmul(subject: Subject) -> None:
@@ -123,9 +124,7 @@ def every_second_matmul(subject: Subject) -> None:
 
         return create_selective_checkpoint_contexts(policy)
 
-    blocks = {block for _, block in subject.blocks}
-    wrap = partial(checkpoint_wrapper, context_fn=contexts)
-    apply_activation_checkpointing(subject.model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in blocks)
+    wrapped(subject, context_fn=contexts)
 
 
 def planned(subject: Subject) -> None:
@@ -177,7 +176,7 @@ BUDGETS = {f"{OURS}auto, {share:.0%}": share for share in FRACTIONS}
 SETUPS: dict[str, Callable[[Subject], object]] = {
     PLAIN: lambda subject: None,
     BY_HAND: by_hand,
-    "apply_activation_checkpointing": wrapper,
+    "apply_activation_checkpointing": wrapped,
     "composable checkpoint": composed,
     "checkpoint_sequential": sequential,
     "Hugging Face": hugging_face,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,10 @@ def arm(name: str, **changed: Any) -> Arm:
     return Arm(**(values | changed))
 
 
-def side(**changed: Any) -> Side:
+def side(hand: Sequence[int] = (0, 0), **changed: Any) -> Side:
     arms = [
         arm("plain", peak=3 * 2**20, seconds=[0.001, 0.001]),
-        arm("checkpoint by hand"),
+        arm("checkpoint by hand", buffers=hand),
         arm("quick and wrong", gradients=(2, 8), seconds=[0.0011, 0.0011]),
         arm("ours: full"),
         arm("ours: auto, 50%", budget=2**21, peak=2**21, seconds=[0.0015, 0.0015], **changed),
@@ -113,6 +114,7 @@ def test_the_table_says_what_is_wrong_and_who_is_fastest() -> None:
     assert "| ours: auto, 50%: 2.0 MiB | 2.00 | 66.7% | 0.50 | 1.5 | 1.500 (1.500 to 1.500) | yes | none |" in table
     assert "| **no, 2 of 8** | none | yes | yes | yes |" in table
     assert "- Within 2.0 MiB: 1.50 of plain's step; 2.00 with the fastest peer within it, checkpoint by hand." in table
+    assert "the fastest peer within it, checkpoint by hand, whose buffers differ." in side(hand=(1, 2)).table()
     assert "- another: not installed: no module another." in table
     assert side().picture("peers_cpu_202611") == "peers_cpu_202611_unet.png"
 
