@@ -40,7 +40,7 @@ class Speakers:
 
 class _Listening(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.heard = False
 
     def __torch_dispatch__(
