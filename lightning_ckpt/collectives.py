@@ -39,7 +39,9 @@ class Speakers:
 
 
 class _Listening(TorchDispatchMode):
-    heard = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heard = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
