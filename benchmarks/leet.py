@@ -21,10 +21,10 @@ os.environ["WANDB_SILENT"] = "true"
 
 from lightning.pytorch import Trainer  # noqa: E402 - W&B reads its settings when it is imported
 from lightning.pytorch.loggers import WandbLogger  # noqa: E402
-from torch.utils.data import DataLoader, Subset  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_ckpt import ActivationCheckpointing, StepMonitor  # noqa: E402
-from train_gpt import GPT, Sources  # noqa: E402
+from train_gpt import GPT, training  # noqa: E402
 
 CAPTURE = ROOT / "docs/pictures/leet_gpt.txt"
 COLUMNS, LINES = 110, 28
@@ -35,7 +35,7 @@ STEPS = 40
 def train(folder: str) -> Path:
     """Train the example offline, and return the run's folder."""
     logger = WandbLogger(save_dir=folder, project="lightning-ckpt", offline=True)
-    data = Subset(Sources(context=32), range(4 * STEPS))
+    data = training(context=32)[1].dataset[: 4 * STEPS]
     trainer = Trainer(
         accelerator="cpu",
         max_steps=STEPS,

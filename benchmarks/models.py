@@ -69,7 +69,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList([Block(width, heads, causal=True) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(width, heads, causal=True) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         if tied:
             nn.init.normal_(self.tokens.weight, std=0.02)
@@ -77,9 +77,7 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.blocks(x)))
 
 
 class ViT(nn.Module):
@@ -87,15 +85,13 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.cls = nn.Parameter(torch.zeros(1, 1, width))
-        self.layers = nn.ModuleList([Block(width, heads, causal=False) for _ in range(depth)])
+        self.layers = nn.Sequential(*[Block(width, heads, causal=False) for _ in range(depth)])
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x[:, 0])
+        return self.head(self.layers(x)[:, 0])
 
 
 class Residual(nn.Module):

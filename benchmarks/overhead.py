@@ -36,7 +36,7 @@ from lightning_ckpt.sizes import format_size
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-from train_gpt import GPT, Sources  # noqa: E402 - the example's folder is known only now
+from train_gpt import GPT, training  # noqa: E402 - the example's folder is known only now
 
 TIME_TARGET, PEAK_TARGET = 1.02, 1.00
 
@@ -85,8 +85,8 @@ def make_step(arm: str, device: torch.device, batch_size: int) -> Callable[[], N
     model.log = lambda *args, **kwargs: None  # type: ignore[method-assign] - there is no trainer to log to
     if arm in ("ours", "values"):
         checkpoint_blocks(model, "full", determinism_check="values" if arm == "values" else "default")
-    sources = Sources(model.hparams["context"])
-    batch = {key: value.to(device) for key, value in default_collate([sources[i] for i in range(batch_size)]).items()}
+    rows = training(context=model.hparams["context"])[1].dataset
+    batch = {key: value.to(device) for key, value in default_collate(rows[:batch_size]).items()}
     optimizer = model.configure_optimizers()
 
     def step() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_ckpt import ActivationCheckpointing
 from lightning_ckpt.memory import Interval, reader_for, release_unused
 from lightning_ckpt.sizes import format_size
-from train_gpt import GPT, Sources
+from train_gpt import GPT, training
 
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
@@ -59,7 +59,7 @@ def train(model: Any, strategy: Any, callbacks: list[L.Callback]) -> tuple[int, 
         enable_progress_bar=False,
         **quiet,
     )
-    trainer.fit(model, DataLoader(Sources(context=128), batch_size=16))
+    trainer.fit(model, DataLoader(training()[1].dataset, batch_size=16))
     # A sharded weight is put together on every rank.
     weights = [getattr(weight, "full_tensor", weight.detach)().detach().cpu() for weight in model.parameters()]
     return peak.nbytes, [torch.stack(model.losses).cpu(), *weights]

@@ -10,8 +10,11 @@ import torch
 from torch.utils.data import default_collate
 
 import batch_size
-import memory_budget
+import cli
+import train_gan
 import train_gpt
+import train_llama
+import train_unet
 import train_vit
 from lightning_ckpt import checkpoint_blocks
 from lightning_ckpt.memory import AllocatorReader
@@ -51,10 +54,12 @@ def test_the_gpt_sees_only_what_is_before() -> None:
 
 def test_the_labels_are_the_next_characters() -> None:
     """Real source text, one character ahead, in ASCII."""
-    first, second = (train_gpt.Sources(context=64)[index] for index in (0, 1))
+    first, second = train_gpt.training(context=64)[1].dataset[:2]
     assert torch.equal(first["input_ids"][1:], first["labels"][:-1])
     assert first["labels"][-1] == second["input_ids"][0]
-    assert "import" in bytes(train_gpt.Sources(context=4096)[0]["input_ids"].tolist()).decode("ascii")
+    text, last = (bytes(train_gpt.training(context=4096)[1].dataset[index]["input_ids"].tolist()) for index in (0, -1))
+    assert "import" in text.decode("ascii")
+    assert last.isascii()
 
 
 @pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective", "auto"], compile="no")
@@ -102,8 +107,8 @@ def test_the_default_gpt_needs_a_third_of_the_memory() -> None:
             model.log = lambda *args, **kwargs: None
             if checkpointed:
                 checkpoint_blocks(model, "full")
-            sources, optimizer = train_gpt.Sources(128), model.configure_optimizers()
-            batch = default_collate([sources[index] for index in range(16)])
+            optimizer = model.configure_optimizers()
+            batch = default_collate(train_gpt.training()[1].dataset[:16])
             for _ in range(2):  # the optimizer's state is there from the second step on
                 optimizer.zero_grad()
                 model.training_step(batch, 0).backward()
@@ -117,7 +122,7 @@ def test_the_default_gpt_needs_a_third_of_the_memory() -> None:
 @pytest.mark.slow
 def test_the_unet_keeps_to_every_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Three budgets between full checkpointing and none are kept, and less is replayed the larger they are."""
-    out = printed_by(memory_budget, [], monkeypatch, capsys)
+    out = printed_by(train_unet, [], monkeypatch, capsys)
     rows = re.findall(r"MemoryBudget\(([\d.]+) MiB\) +│ ([\d.]+) MiB +│ ([\d.]+)% +│ (\d+)% of full", out)
     assert len(rows) == 3
     assert all(float(peak) <= float(budget) for budget, peak, _, _ in rows)
@@ -148,6 +153,63 @@ def test_the_vit_reads_digits_the_same_with_checkpointing(
     assert full is not None
     assert plain[1] == full[1]
     assert float(plain[1]) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_the_llama_trains_the_same_adapters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With frozen weights and a frozen input the adapters learn, bit for bit as plain, in half the memory."""
+    out = printed_by(train_llama, [], monkeypatch, capsys)
+    plain, full = (
+        re.search(rf"│ {policy} +│ ([\d.]+) MiB +│ ([\d.]+) +│ ([\d.]+)", out) for policy in ("none", "full")
+    )
+    assert plain is not None
+    assert full is not None
+    assert float(full[1]) < float(plain[1]) / 2
+    assert plain.groups()[1:] == full.groups()[1:]
+    assert float(full[3]) < float(full[2]) - 0.2
+    assert "All 12 losses and all 84 adapters are equal, bit for bit." in out
+
+
+def test_the_gan_counts_every_batch_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two optimizers by hand, BatchNorm and spectral normalisation: all is what it is plain, in less memory."""
+    out = printed_by(train_gan, [], monkeypatch, capsys)
+    plain, full = (re.search(rf"│ {policy} +│ ([\d.]+) MiB +│.*│ (\d+) +│", out) for policy in ("none", "full"))
+    assert plain is not None
+    assert full is not None
+    assert float(full[1]) < float(plain[1])
+    assert plain[2] == full[2] == "14"
+    assert "All 28 losses, weights and buffers are equal, bit for bit." in out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
+)  # of how Lightning calls it
+def test_the_file_brings_all_three_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tuner raises the file's batch size, digits are learnt, and memory and throughput are columns of the table."""
+    config = Path(cli.__file__).with_name("cli.yaml")
+    out = printed_by(cli, ["fit", "--config", str(config), "--trainer.max_epochs", "2"], monkeypatch, capsys)
+    assert "From the file: ActivationCheckpointing, StepMonitor, BatchSizeTuner." in out
+    found = re.search(r"Trained with (\d+) digits a batch; ([\d.]+)% of unseen digits right", out)
+    assert found is not None
+    assert 16 < int(found[1]) <= 128
+    assert float(found[2]) > 20
+    columns = (tmp_path / "runs/cli/version_0/metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"memory/peak_rss_gib", "throughput/step_time_ms", "checkpointing/saved_gib"} <= set(columns)
+
+
+@pytest.mark.parametrize("script", sorted(Path(cli.__file__).parent.glob("*.py")), ids=lambda script: script.stem)
+def test_an_example_is_short_and_listed(script: Path) -> None:
+    """Fewer than 100 lines, on the list of the folder, and by the command that its docstring gives."""
+    text = script.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 100
+    assert f"python examples/{script.name}" in text
+    assert f"]({script.name})" in script.with_name("README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from lightning_ckpt.cli import main
-from train_gpt import GPT, Sources
+from train_gpt import GPT, training
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Every snippet, in order, with a small model and data where a reader has their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    data = Subset(Sources(context=16), range(64))
+    data = training(context=16)[1].dataset[:64]
     names = {
         "model": GPT(depth=3, width=16, heads=2, context=16),
         "loader": DataLoader(data, batch_size=2),
