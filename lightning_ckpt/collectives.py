@@ -33,7 +33,7 @@ class Speakers:
         if self.why_alone(name) != "":
             yield
             return
-        with _Listening() as listening:  # type: ignore[no-untyped-call]
+        with _Listening() as listening:
             yield
         self._speaks[name] = listening.heard
 
