@@ -331,11 +331,14 @@ def original_class(module: nn.Module) -> type:
     return made_of[2] if made_of[1].__name__ == "FSDPModule" else made_of[0]
 
 
-def store_of_the_process_group() -> Any:
-    """The store through which the default process group's ranks have met: it is reached without any of them waiting."""
-    from torch.distributed.distributed_c10d import _get_default_store
+def store_of_the_process_group(prefix: str) -> Any:
+    """Keys of one's own in the store through which the default process group's ranks have met.
 
-    return _get_default_store()
+    It is reached without any of them waiting.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    return PrefixStore(prefix, _get_default_store())
 
 
 def backward_under_way() -> int:

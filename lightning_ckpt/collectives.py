@@ -33,13 +33,15 @@ class Speakers:
         if self.why_alone(name) != "":
             yield
             return
-        with _Listening() as listening:  # type: ignore[no-untyped-call]
+        with _Listening() as listening:
             yield
         self._speaks[name] = listening.heard
 
 
 class _Listening(TorchDispatchMode):
-    heard = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.heard = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

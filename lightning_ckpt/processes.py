@@ -79,7 +79,7 @@ class Processes:
         self._who, self._rank, self._size = who, dist.get_rank(), dist.get_world_size()
         Processes._made += 1
         # Notes of a run before are none of this one's, and every rank counts alike.
-        self._store = dist.PrefixStore(f"lightning_ckpt/{Processes._made}", store_of_the_process_group())  # type: ignore[attr-defined]
+        self._store = store_of_the_process_group(f"lightning_ckpt/{Processes._made}")
         self._calls = 0
         # Numbers of every step go over the host, so that nobody waits for a device.
         self._host = _on_the_host(timeout)

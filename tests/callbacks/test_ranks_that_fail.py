@@ -95,7 +95,7 @@ def test_the_other_rank_hears_which_has_failed_and_why(where: str, failing: int,
         f"RuntimeError: {who}: rank {failing} failed with ValueError: this rank fails. Rank {1 - failing} waits for it "
         "no longer; what that process printed says more"
     )
-    assert waited < 30
+    assert waited < 60
 
 
 def test_a_rank_that_hangs_is_named_when_the_strategys_timeout_has_passed(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_rank_that_hangs_is_named_when_the_strategys_timeout_has_passed(tmp_pa
     on_two_ranks(_run, "hangs", 1, tmp_path)
     said, waited = torch.load(tmp_path / "0.pt")
     assert said.startswith("RuntimeError: ActivationCheckpointing: rank 0 waited in vain for rank 1 (")
-    assert waited < 20
+    assert waited < 60
 
 
 def test_a_failure_in_a_step_ends_the_other_rank_with_it(tmp_path: Path) -> None:
@@ -112,4 +112,4 @@ def test_a_failure_in_a_step_ends_the_other_rank_with_it(tmp_path: Path) -> None
     (first, waited), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert second == "ValueError: this rank fails"
     assert first.startswith("RuntimeError")
-    assert waited < 30
+    assert waited < 60
