@@ -1,15 +1,15 @@
 """DeepSpeed's own activation checkpointing beside ours."""
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 
 def tell_of_deepspeed(trainer: Trainer) -> None:
     """Say in one line what DeepSpeed's settings do and don't, where any is on: they are easily taken for a switch."""
-    if not isinstance(trainer.strategy, DeepSpeedStrategy):
+    # By name: both distributions of Lightning have one.
+    if not any(kind.__name__ == "DeepSpeedStrategy" for kind in type(trainer.strategy).__mro__):
         return
-    config = trainer.strategy.config
+    config = getattr(trainer.strategy, "config", None)
     settings = config.get("activation_checkpointing") if isinstance(config, dict) else None
     on = [name for name, value in (settings or {}).items() if value]
     if on:
