@@ -85,7 +85,7 @@ class Application:
         """The segment that a call goes to: the open one if the call follows from it, else a new one."""
         latest = self._open() if self._open else None
         again = name in self._seen  # another forward pass begins, or the block is called twice in one
-        alone = self.speakers.why_alone(name) if self.span > 1 else None
+        alone = self.speakers.why_alone(name, block) if self.span > 1 else None
         refused = "" if latest is None or latest.full else self._refuses(block, arguments) if alone is None else alone
         if refused is None and latest:
             # What decides is the open segment alone: a replay of an outer checkpoint must join as its forward did.
@@ -311,7 +311,7 @@ class Call:
         with (
             self._around_forward,
             self._check.forward() if self._check else nullcontext(),
-            how.speakers.listening_to(self.name) if how.span > 1 else nullcontext(),
+            how.speakers.listening_to(self.name, self.block) if how.span > 1 else nullcontext(),
         ):
             output = self._forward.plain(self.block, *args, **kwargs)
         if how.keeping:

@@ -9,33 +9,42 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from lightning_ckpt._compat import TorchDispatchMode
+from lightning_ckpt._compat import TorchDispatchMode, is_compiled
 
 
 class Speakers:
-    """Which blocks speak to other ranks, learned in the first forward of each."""
+    """Which blocks speak to other ranks, learned in the first forward of each, in training and in evaluation mode."""
 
     def __init__(self) -> None:
-        self._speaks: dict[str, bool] = {}
+        self._speaks: dict[tuple[str, tuple[bool, ...]], bool] = {}
 
-    def why_alone(self, name: str) -> str | None:
+    def why_alone(self, name: str, block: nn.Module) -> str | None:
         """Why a block is to share its replay with none, in words; "" before that is known, `None` where it may."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
-        if name not in self._speaks:
+        if any(map(is_compiled, block.modules())):
+            return "part of it is compiled, where nobody hears whether it speaks to other ranks"
+        speaks = self._speaks.get((name, _modes(block)))
+        if speaks is None:
             return ""
-        return "it speaks to other ranks, which may join other blocks" if self._speaks[name] else None
+        return "it speaks to other ranks, which may join other blocks" if speaks else None
 
     @contextmanager
-    def listening_to(self, name: str) -> Iterator[None]:
+    def listening_to(self, name: str, block: nn.Module) -> Iterator[None]:
         """Run the named block's forward and listen, where that is not known yet."""
-        if self.why_alone(name) != "":
+        if self.why_alone(name, block) != "":
             yield
             return
         with _Listening() as listening:
             yield
-        self._speaks[name] = listening.heard
+        self._speaks[name, _modes(block)] = listening.heard
+
+
+def _modes(block: nn.Module) -> tuple[bool, ...]:
+    """Which parts are in training mode: a synchronised norm speaks in that alone."""
+    return tuple(module.training for module in block.modules())
 
 
 class _Listening(TorchDispatchMode):

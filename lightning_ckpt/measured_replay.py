@@ -2,25 +2,32 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import copy_context
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ckpt._compat import storage_id
 from lightning_ckpt.checkpointed_forward import Call
 from lightning_ckpt.held import has_memory, with_memory
 
+# PyTorch's own tables in a module.
+_TABLES = frozenset(vars(nn.Module()))
+_COLLECTIONS = (list, dict, set)
 # Replays that are timed; one before them has warmed up caches, allocator and kernels.
 _REPLAYS = 7
 # More bytes than caches of hosts hold for one core; not PyTorch's memory, so that it counts where that is measured.
 _CACHED = 32 * 2**20
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -126,3 +133,44 @@ def _wait(devices: Iterable[torch.device]) -> None:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+@contextmanager
+def attributes_kept(block: nn.Module) -> Iterator[None]:
+    """Put back what replays change in a block's own attributes: a step counts its calls once, not once a replay."""
+    found = [(vars(module), _own_attributes(module)) for module in block.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in found:
+            attributes.update(before)
+
+
+def unrecorded(run: Callable[[], _T]) -> _T:
+    """Run where context variables hold copies of their collections.
+
+    The model's forward has not ended, and what gathers its parts' outputs, as Hugging Face's hooks do in such a
+    variable, is to gather those of the forward alone.
+    """
+    context = copy_context()
+
+    def inside() -> _T:
+        for variable, value in list(context.items()):
+            if type(value) in _COLLECTIONS:
+                variable.set(_copied(value))
+        return run()
+
+    return context.run(inside)
+
+
+def _copied(value: Any) -> Any:
+    """A builtin collection and those in it, copied."""
+    if type(value) is dict:
+        return {key: copy(one) if type(one) in _COLLECTIONS else one for key, one in value.items()}
+    return copy(value)
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes, builtin containers among them copied; PyTorch's own tables are left out."""
+    own = {name: value for name, value in vars(module).items() if name not in _TABLES and name != "forward"}
+    return {name: copy(value) if type(value) in _COLLECTIONS else value for name, value in own.items()}

@@ -128,7 +128,7 @@ class Processes:
         try:
             work = begin()
             while not _is_over(work):
-                self._store.set(f"{self._calls}/{self._rank}", "waits")
+                self._say_how_far()
                 if self._note():
                     break
             else:
@@ -156,13 +156,21 @@ class Processes:
     def _missing(self) -> str:
         """The ranks that have not come to this call, in words."""
         try:
-            self._store.set(f"{self._calls}/{self._rank}", "waits")
+            self._say_how_far()
             time.sleep(2 * _LISTEN.total_seconds())  # until those that wait have said so
-            here = [self._store.check([f"{self._calls}/{rank}"]) for rank in range(self._size)]
+            missing = [str(rank) for rank in range(self._size) if self._how_far(rank) < self._calls]
         except RuntimeError:
             return "rank 0, with which the process group's store is gone"
-        missing = [str(rank) for rank, waits in enumerate(here) if not waits]
         return f"rank {', '.join(missing)}" if missing else "another rank, which came too late"
+
+    def _say_how_far(self) -> None:
+        """Tell the others which call this rank waits in: some calls are over sooner for one rank than for another."""
+        self._store.set(f"call of {self._rank}", f"{self._calls}")
+
+    def _how_far(self, rank: int) -> int:
+        """The latest call that a rank was seen waiting in; 0 for none."""
+        key = f"call of {rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
 
 def is_first_rank() -> bool:
@@ -180,9 +188,9 @@ def _is_over(work: dist.Work) -> bool:
     try:
         work.wait(_LISTEN)
     except RuntimeError:
-        if work.is_completed():  # and not just late
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # done since: it raises what went wrong, and not that it was late
     return True
 
 

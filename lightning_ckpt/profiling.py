@@ -7,8 +7,7 @@ memory it needs beyond the checkpointed forward pass is one block's own.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from copy import copy
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_ckpt.arguments import Arguments
 from lightning_ckpt.blocks import Blocks
 from lightning_ckpt.checkpointed_forward import Application, Call
 from lightning_ckpt.held import with_memory
-from lightning_ckpt.measured_replay import Saved, count_saved, median_seconds
+from lightning_ckpt.measured_replay import Saved, attributes_kept, count_saved, median_seconds, unrecorded
 from lightning_ckpt.operator_times import operator_calls, selections
 from lightning_ckpt.policies import Full, ReplayContexts
 from lightning_ckpt.profiles import BlockProfile, PartProfile, Profile
@@ -30,8 +29,6 @@ from lightning_ckpt.recompute import checkpoint_blocks, checkpointed_forwards, i
 from lightning_ckpt.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
-
-_TABLES = frozenset(vars(nn.Module()))
 
 
 def profile_blocks(
@@ -142,8 +139,8 @@ class Profiler:
             return
         try:
             # Whoever watches operators must not count these, nor slow them down.
-            with without_modes(), _attributes_kept(call.block):
-                measured = self._measured(call, tensors)
+            with without_modes(), attributes_kept(call.block):
+                measured = unrecorded(partial(self._measured, call, tensors))
         except Exception as error:
             _log.warning("Block %r can't be measured, so it is replayed whole: %s", name, error)
             return
@@ -277,20 +274,3 @@ def _signature(call: Call, tensors: Sequence[Tensor]) -> Any:
     own = [(p.shape, p.dtype, p.requires_grad) for p in (*call.block.parameters(), *call.block.buffers())]
     given = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
     return type(call.block), repr(call.block), call.block.training, *own, *given
-
-
-@contextmanager
-def _attributes_kept(block: nn.Module) -> Iterator[None]:
-    """Put back what replays change in a block's own attributes: a step counts its calls once, not once a replay."""
-    found = [(vars(module), _own_attributes(module)) for module in block.modules()]
-    try:
-        yield
-    finally:
-        for attributes, before in found:
-            attributes.update(before)
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, builtin containers among them copied; PyTorch's own tables are left out."""
-    own = {name: value for name, value in vars(module).items() if name not in _TABLES and name != "forward"}
-    return {name: copy(value) if type(value) in (list, dict, set) else value for name, value in own.items()}

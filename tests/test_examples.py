@@ -71,7 +71,8 @@ def test_the_gpt_learns_the_same_with_every_policy(
     losses: list[list[torch.Tensor]] = []
     monkeypatch.setattr(train_gpt.GPT, "on_train_end", lambda model: losses.append(model.losses), raising=False)
     for chosen in ("none", policy):
-        printed_by(train_gpt, [*SMALL, "--no-tune", "--policy", chosen], monkeypatch, capsys)
+        out = printed_by(train_gpt, [*SMALL, "--no-tune", "--policy", chosen], monkeypatch, capsys)
+        assert ("Activation checkpointing, " in out) == (chosen == policy)
     plain, checkpointed = (torch.stack(run) for run in losses)
     assert torch.equal(plain, checkpointed)
     assert plain[-1] < plain[0]

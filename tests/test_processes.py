@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ckpt.processes import Alone, Processes, ranks_of
+from lightning_ckpt.processes import Alone, Processes, _is_over, ranks_of
 from two_ranks import on_two_ranks
 
 
@@ -74,6 +74,41 @@ def _does_not_come(rank: int, how: str, folder: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         ranks.most(1)
     (folder / "said").write_text(str(caught.value))
+
+
+class _DoneSince:
+    """A collective that ends between a wait that was too short and the question whether it has."""
+
+    def __init__(self, error: RuntimeError | None) -> None:
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_just_after_a_wait_is_over() -> None:
+    """It was late, and nothing went wrong; what did go wrong is raised as it is."""
+    assert _is_over(_DoneSince(None))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        _is_over(_DoneSince(RuntimeError("Connection closed")))  # type: ignore[arg-type]
+
+
+def test_of_three_ranks_only_those_that_did_not_come_are_named() -> None:
+    """One that is a call ahead is not missing, nor is one that waits in the same call."""
+    store = dist.HashStore()
+    ranks = []
+    for rank, calls in enumerate((6, 5)):
+        one = object.__new__(Processes)
+        one._who, one._rank, one._size, one._store, one._calls = "test", rank, 3, store, calls
+        ranks.append(one)
+        one._say_how_far()
+    assert ranks[1]._missing() == "rank 2"
 
 
 @pytest.mark.slow

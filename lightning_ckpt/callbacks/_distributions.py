@@ -6,6 +6,7 @@ derive from or catch are both's.
 """
 
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -34,8 +35,12 @@ def _twin(thing: Any) -> Any:
 
 
 def _both(kind: type) -> tuple[type, ...]:
-    """The class, and its twin if somebody has loaded the other distribution."""
-    return (kind, _twin(kind)) if "pytorch_lightning" in sys.modules else (kind,)
+    """The class, and its twin if somebody has loaded the other distribution, and it has one."""
+    if "pytorch_lightning" not in sys.modules:
+        return (kind,)
+    with suppress(ImportError, AttributeError):  # one of another version
+        return kind, _twin(kind)
+    return (kind,)
 
 
 def _joined(kind: type) -> type:

@@ -38,6 +38,11 @@ class Spy(Callback):
         self.seen.append(patched(pl_module))
 
 
+def a_block_of(module: LightningModule) -> nn.Module:
+    """One that repeats, and has parts to count the calls of."""
+    return next(m for m in module.modules() if isinstance(m, GPTBlock) or len(list(m.children())) > 2)
+
+
 # --- the same training ---
 
 
@@ -49,7 +54,7 @@ def test_training_leaves_what_plain_training_leaves(kind: type, policy: Any) -> 
     torch.manual_seed(0)
     ours = kind()
     plain = copy.deepcopy(ours)
-    counted = Replays(next(m for m in ours.modules() if isinstance(m, GPTBlock) or len(list(m.children())) > 2))
+    counted = Replays(a_block_of(ours))
     left = fit(ours, [ActivationCheckpointing(policy)])
     assert not differences(left, fit(plain))
     assert counted.replays > 0
@@ -66,7 +71,9 @@ def test_training_options_change_nothing_of_that(options: dict[str, Any]) -> Non
     torch.manual_seed(0)
     ours = Images()
     plain = copy.deepcopy(ours)
+    counted = Replays(a_block_of(ours))
     assert not differences(fit(ours, [ActivationCheckpointing()], **options), fit(plain, **options))
+    assert counted.replays > 0
 
 
 # --- where the blocks come from ---

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_ckpt import ActivationCheckpointing, Full, MemoryBudget
@@ -48,6 +49,18 @@ def compiled(module: Silent, how: str) -> Any:
     return module
 
 
+class Noting(Callback):
+    """Notes what is checkpointed while a batch is trained: how many blocks, and what share the compiler may keep."""
+
+    def __init__(self, checkpointing: ActivationCheckpointing) -> None:
+        self.checkpointing, self.blocks, self.share = checkpointing, 0, 1.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        report = self.checkpointing.report()
+        self.blocks = len(report.checkpointed) if report else 0
+        self.share = torch._functorch.config.activation_memory_budget
+
+
 @pytest.mark.supports(
     strategy="single device",
     precision="32-true",
@@ -61,10 +74,13 @@ def test_compiled_training_is_the_plain_compiled_training(policy: Any, how: str)
     torch.manual_seed(0)
     ours = Silent()
     plain = copy.deepcopy(ours)
+    checkpointing = ActivationCheckpointing(policy, monitor=False)
+    noting = Noting(checkpointing)
     left, expected = (
         fit(compiled(module, how), callbacks, limit_val_batches=0)
-        for module, callbacks in ((ours, [ActivationCheckpointing(policy, monitor=False)]), (plain, []))
+        for module, callbacks in ((ours, [checkpointing, noting]), (plain, []))
     )
+    assert noting.share < 1 if isinstance(policy, MemoryBudget) else noting.blocks == 3
     assert left.keys() == expected.keys()
     for name in left.keys() - {"random state"}:
         torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)

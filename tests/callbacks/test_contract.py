@@ -48,7 +48,6 @@ def test_it_constructs_and_prints(make: Callable[[], Callback]) -> None:
     assert repr(make())
 
 
-@pytest.mark.supports(strategy="single device", precision="32-true", policy=["full", "selective"], compile="no")
 @each
 @pytest.mark.parametrize("kind", [Language, Images, Adversaries])
 def test_training_with_it_leaves_what_plain_training_leaves(make: Callable[[], Callback], kind: type) -> None:

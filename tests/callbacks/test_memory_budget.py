@@ -54,6 +54,7 @@ def test_training_under_a_budget_leaves_what_plain_training_leaves(make: type) -
         callback = ActivationCheckpointing(MemoryBudget(budget))
         left = fit(ours, [callback], max_epochs=3)
     assert not differences(left, fit(plain, max_epochs=3))
+    assert callback.plan is not None
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
