@@ -33,7 +33,7 @@ AXES = {
 SKIPS = re.compile(r"(?<!mark\.)\b(?:importorskip|skip|xfail)\(")  # in the code of a test, where no marker tells of it
 NEEDS = {
     "FSDP1": "The GPU script needs two GPUs to show sharding: on one its test runs, and PyTorch shards nothing.",
-    "DeepSpeed": "The GPU script needs the package `deepspeed`, which no extra brings, or it skips these and says so; "
+    "DeepSpeed": "The GPU script needs the package `deepspeed`, which no extra brings, or it skips these and says so;\n"
     "and two GPUs to show sharding: on one its test runs, and nothing is shared out.",
 }
 CI, GPU, NOWHERE = "CI on a CPU", "GPU script", "not yet"
