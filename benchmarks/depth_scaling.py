@@ -1,6 +1,6 @@
 """How the activation peak of a deep, thin chain grows with its depth: plain, block by block, and in segments.
 
-    python benchmarks/depth_scaling.py             # prints, and writes results/depth_scaling_cpu_<yyyymm>.md and .png
+    python benchmarks/depth_scaling.py       # prints, writes benchmarks/results/depth_scaling_cpu_<yyyymm>.md and .png
     python benchmarks/depth_scaling.py --no-write
 
 Each block is a Linear and a Tanh. It keeps one tensor, tanh's result, which is also the next block's input: the

@@ -1,8 +1,9 @@
 """One model under one way of checkpointing after the other, measured: what `gpu_check.py` has for each of its models.
 
 There is one model and one optimizer, and each way is applied to it and taken back, so that the memory of the others is
-free. The peak is that of a step that begins with an empty cache, less what was held before the model was made. Timed
-steps of all ways are interleaved in rounds, in an order that changes.
+free. The peak is that of a step that begins with an empty cache, less what was held before the model was made; what is
+reserved in that step is the allocator's whole. Timed steps of all ways are interleaved in rounds, in an order that
+changes.
 """
 
 import random

@@ -75,21 +75,26 @@ def _gpt(samples: int, tiny: bool) -> Subject:
 
 def _hugging_face(samples: int, tiny: bool) -> Subject:
     """The same size of the same architecture, by others, with their dropout in three places."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     size = {"n_positions": 2048, "n_embd": 1024, "n_layer": 24, "n_head": 16}
     if tiny:
         size = {"n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
-    config = GPT2Config(**size, vocab_size=256 if tiny else 50_304, use_cache=False, bos_token_id=0, eos_token_id=0)
+    vocabulary = 256 if tiny else 50_304
+
+    def make() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel  # only here: without it the other models are measured
+
+        return GPT2LMHeadModel(
+            GPT2Config(**size, vocab_size=vocabulary, use_cache=False, bos_token_id=0, eos_token_id=0)
+        )
 
     def batch() -> Tensor:
-        return tokens(samples, config.n_positions, config.vocab_size)
+        return tokens(samples, size["n_positions"], vocabulary)
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids).loss
 
-    workload = Workload(lambda: GPT2LMHeadModel(config), batch, loss, blocks="transformer.h.*", uneven=False)
-    return Subject(workload, samples, samples * config.n_positions, {"Hugging Face's": checkpointed_by_hugging_face})
+    workload = Workload(make, batch, loss, blocks="transformer.h.*", uneven=False)
+    return Subject(workload, samples, samples * size["n_positions"], {"Hugging Face's": checkpointed_by_hugging_face})
 
 
 def _vit(samples: int, tiny: bool) -> Subject:

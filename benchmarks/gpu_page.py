@@ -16,9 +16,9 @@ def page(report: Said) -> str:
     tiny = "\nTiny models: these figures show that the script runs, and nothing else.\n" if report["tiny"] else ""
     return f"""# What checkpointing takes on {report["device"]}
 {tiny}
-Peaks are what a step allocates, all that was there before the model was made left out; reserved is what the allocator
-held from the device for it. Times are medians over interleaved rounds. MFU counts the model's operations once, HFU the
-replayed ones too.
+Peaks are what a step allocates, all that was there before the model was made left out; reserved is all that the
+allocator held from the device in that step, what was there before with it. Times are medians over interleaved
+rounds. MFU counts the model's operations once, HFU the replayed ones too.
 
 {chr(10).join(chapters)}
 - Device: {report["device"]}{size}.
@@ -30,7 +30,7 @@ replayed ones too.
 
 def _chapter(name: str, said: Said) -> str:
     if "left out" in said:
-        return f"Left out: {said['left out']} s."
+        return f"Left out: {said['left out']}."
     if "error" in said:
         return f"FAILED: {said['error']}"
     body = _CHAPTERS.get(name, _model)(said)
@@ -48,8 +48,10 @@ def _known(value: float | None, show: Callable[[float], str]) -> str:
 
 
 def _tests(said: Said) -> str:
-    failed = "".join(f"\n- FAILED: `{name}`" for name in said["failed"])
-    return f"{said['passed']} passed, {len(said['failed'])} failed, {said['skipped']} skipped.\n{failed}".rstrip()
+    lines = [f"- FAILED: `{name}`" for name in said["failed"]]
+    lines += [f"- Skipped: `{name}`: {reason}" for name, reason in said["skipped"].items()]
+    counts = f"{said['passed']} passed, {len(said['failed'])} failed, {len(said['skipped'])} skipped."
+    return "\n".join([counts, *([""] if lines else []), *lines])
 
 
 def _model(said: Said) -> str:
@@ -97,8 +99,8 @@ def _batch_size(said: Said) -> str:
     return (
         f"Of {format_size(said['limit'])}, `BatchSizeTuner()` leaves {said['headroom']:.0%} free. It settled on "
         f"{said['settled']} samples, {said['share']:.0%} of the largest batch with which steps go through "
-        f"({said['largest']}); {peak}. It took {said['steps']} trial steps and {said['seconds_of_search']:.1f} s, and "
-        f"met {said['out_of_memory_errors']} out-of-memory errors."
+        f"({said['largest']}, found to 2 %); {peak}. It took {said['steps']} trial steps and "
+        f"{said['seconds_of_search']:.1f} s, and met {said['out_of_memory_errors']} out-of-memory errors."
     )
 
 

@@ -1,16 +1,17 @@
 """The sections of `gpu_check.py`: each gives plain values for the report."""
 
+import ast
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from xml.etree import ElementTree
 
 import monitor_overhead
@@ -21,6 +22,7 @@ from gpu_models import Subject, subjects
 from models import GPT, tokens
 
 from lightning_ckpt import BatchSizeTuner, estimate_memory
+from lightning_ckpt.fake_step import DeviceType
 from lightning_ckpt.hardware import peak_flops
 from lightning_ckpt.memory import GIB, Interval, MemoryReader, release_unused
 from lightning_ckpt.oom import is_out_of_memory
@@ -61,7 +63,7 @@ class Section:
     """A part of the check.
 
     Attributes:
-        run: does it, and returns what is said of it.
+        run: does it, and returns what is said of it; of what can't be done on this device, why it is `left out`.
         seconds: that it takes on a large GPU, at most.
     """
 
@@ -71,7 +73,15 @@ class Section:
 
 def tests(check: Check) -> dict[str, Any]:
     """The tests that need a device, in a process of their own."""
-    paths = ["tests/test_on_gpu.py"] if check.tiny else ["tests"]
+    return tested(["tests/test_on_gpu.py"] if check.tiny else ["tests"], max(1.0, min(check.left(), 300)))
+
+
+def tested(paths: Sequence[str | Path], seconds: float) -> dict[str, Any]:
+    """What the tests marked `gpu` show: how many passed, which failed, and which were skipped, with their reasons.
+
+    Raises:
+        RuntimeError: pytest found none, or did not come to its end.
+    """
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder, "outcome.xml")
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
@@ -81,17 +91,29 @@ def tests(check: Check) -> dict[str, Any]:
             text=True,
             check=False,
             cwd=ROOT,
-            timeout=max(1.0, min(check.left(), 300)),
+            timeout=seconds,
         )
-        if not outcome.exists():
-            raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
-        cases = list(ElementTree.parse(outcome).iter("testcase"))
-    outcomes = {f"{case.get('classname')}::{case.get('name')}": {part.tag for part in case} for case in cases}
-    failed = [name for name, tags in outcomes.items() if tags & {"failure", "error"}]
-    skipped = [name for name, tags in outcomes.items() if "skipped" in tags]
+        cases = list(ElementTree.parse(outcome).iter("testcase")) if outcome.exists() else []
+    outcomes: dict[str, dict[str, str]] = {}
+    for case in cases:  # two of one name where a test fails and its teardown too
+        parts = outcomes.setdefault(f"{case.get('classname')}::{case.get('name')}", {})
+        parts.update({part.tag: _reason(part) for part in case})
+    failed = [name for name, parts in outcomes.items() if parts.keys() & {"failure", "error"}]
+    skipped = {name: parts["skipped"] for name, parts in outcomes.items() if "skipped" in parts and name not in failed}
+    if not outcomes or done.returncode != bool(failed):
+        said = (done.stdout + done.stderr).strip() or "it said nothing"
+        raise RuntimeError(f"pytest ended with {done.returncode}: {said.splitlines()[-1]}\n{said[-2000:]}")
     passed = len(outcomes) - len(failed) - len(skipped)
     said = done.stdout[-20_000:] if failed else ""
-    return {"passed": passed, "skipped": len(skipped), "failed": failed, "output": said}
+    return {"passed": passed, "skipped": skipped, "failed": failed, "output": said}
+
+
+def _reason(part: ElementTree.Element) -> str:
+    """What pytest says of a test, in one line."""
+    said = part.get("message", "")
+    if said == "collection skipped" and part.text:  # a file that skips itself: (path, line, why)
+        said = ast.literal_eval(part.text)[-1].removeprefix("Skipped: ")
+    return " ".join(said.split())
 
 
 def of_model(name: str) -> Callable[[Check], dict[str, Any]]:
@@ -106,6 +128,8 @@ def of_model(name: str) -> Callable[[Check], dict[str, Any]]:
 
 def estimates(check: Check) -> dict[str, Any]:
     """Estimated peaks against those that the sections before have measured."""
+    if check.device.type not in get_args(DeviceType):
+        return {"left out": f"estimate_memory knows {' and '.join(get_args(DeviceType))} alone, no {check.device.type}"}
     rows = []
     for name, subject in check.subjects().items():
         cases = check.found.get(name, {}).get("cases", {})
@@ -137,7 +161,7 @@ def estimates(check: Check) -> dict[str, Any]:
 
 
 def batch_size(check: Check) -> dict[str, Any]:
-    """What `BatchSizeTuner` settles on, against the largest batch with which steps go through."""
+    """What `BatchSizeTuner` settles on, against the largest batch, to 2 %, with which steps go through."""
     depth, width, context = (4, 32, 64) if check.tiny else (8, 512, 256)
     kind = ("GPT", lambda: GPT(depth, width, context=context), lambda: tokens(1, context + 1)[0])
     limit = 48 * 2**20 if check.tiny else min(16 * GIB, check.room // 2)

@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
 
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     result = measure(device, args.batch_size, args.repeats)
     page = report(result, device, args.batch_size)
     print(page)

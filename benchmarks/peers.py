@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py                     # prints, and writes benchmarks/results/peers_cpu_<yyyymm>.*
     python benchmarks/peers.py --models GPT U-Net --rounds 10 --no-write
-    python benchmarks/peers.py --draw results/peers_cpu_202611.json       # page and pictures again, from its numbers
+    python benchmarks/peers.py --draw benchmarks/results/peers_cpu_202611.json    # page and pictures again
 
 Each way to treat a model has a fresh process of its own, with the same seed, batch and blocks. The processes take one
 step each, in an order that turns, and each round gives one ratio to the plain model's step, so that a machine that
@@ -110,24 +110,21 @@ def unequal(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None]) -> i
 
 
 def copies(model: nn.Module, workload: Workload, batch: Any) -> str:
-    """What is wrong with a deep copy; nothing if it trains its own weights and leaves the original alone."""
+    """What is wrong with a deep copy; nothing if it trains its own weights and leaves the original alone.
+
+    The copy must do what the model did when both had the same weights. The model's are smaller afterwards.
+    """
     model.zero_grad()
     try:
         twin = copy.deepcopy(model)
     except Exception as error:  # whatever a peer's object says to being copied
         return type(error).__name__
+    expected, before = observed(model, workload, batch)
+    model.zero_grad()
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in model.parameters():
             parameter.mul_(0.9)
-    plain, before = like(twin, workload), [buffer.clone() for buffer in model.buffers()]
-    losses = []
-    for one in (twin, plain):
-        torch.manual_seed(2)
-        loss = workload.loss(one, batch)
-        loss.backward()
-        losses.append(loss.detach())
-    trained_alike = zip(twin.parameters(), plain.parameters(), strict=True)
-    if not torch.equal(*losses) or any((a.grad is None) != (b.grad is None) for a, b in trained_alike):
+    if unequal(observed(twin, workload, batch)[0], expected):
         return "runs the original's weights"
     if any(parameter.grad is not None for parameter in model.parameters()) or unequal(model.buffers(), before):
         return "changes the original"

@@ -9,6 +9,7 @@ own marker leaves open, those of its parameters (`pytest.param(..., marks=...)`)
 import argparse
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ AXES = {
     "precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true", OF_FSDP2),
     "policy": ("full", "selective", "segments", "auto"),
     "compile": ("no", "whole", "by block"),
+}
+SKIPS = re.compile(r"(?<!mark\.)\b(?:importorskip|skip|xfail)\(")  # in the code of a test, where no marker tells of it
+NEEDS = {
+    "FSDP1": "The GPU script needs two GPUs to show sharding: on one its test runs, and PyTorch shards nothing.",
+    "DeepSpeed": "The GPU script needs the package `deepspeed`, which no extra brings, or it skips these and says so;\n"
+    "and two GPUs to show sharding: on one its test runs, and nothing is shared out.",
 }
 CI, GPU, NOWHERE = "CI on a CPU", "GPU script", "not yet"
 
@@ -89,7 +96,8 @@ def shown_by(items: Iterable[pytest.Item]) -> list[Shown]:
     """What tests show, by test.
 
     Raises:
-        ValueError: a marker that says something else than is accepted, or one of a test that may be skipped.
+        ValueError: a marker that says something else than is accepted, or one of a test that may be skipped: by a
+            marker, or, unless it is marked `gpu`, by any call in its file.
     """
     found: dict[tuple[str, str, str], set[Combination]] = {}
     for item in items:
@@ -98,6 +106,7 @@ def shown_by(items: Iterable[pytest.Item]) -> list[Shown]:
             continue
         where = GPU if item.get_closest_marker("gpu") else CI
         may = [name for name in ("skip", "skipif", "xfail") if item.get_closest_marker(name)]
+        may += [f"{call}...) in its file" for call in SKIPS.findall(item.path.read_text("utf-8"))]
         if may and where == CI:
             raise ValueError(
                 f"{item.nodeid}: marked supports and {may[0]}; what may not run shows nothing: mark it gpu, or take "
@@ -176,7 +185,8 @@ def _chapter(strategy: str, shown: Sequence[Shown]) -> str:
     head = ["precision", "compiled", *AXES["policy"]]
     table = "\n".join([f"| {' | '.join(head)} |", "| " + " | ".join(["---"] * len(head)) + " |", *rows])
     tests = "\n".join(f"- {line}" for line in _tests(strategy, shown)) or "No test yet."
-    return f"## {strategy[0].upper()}{strategy[1:]}\n\n{table}\n\n{tests}\n"
+    needs = f"{NEEDS[strategy]}\n\n" if strategy in NEEDS else ""
+    return f"## {strategy[0].upper()}{strategy[1:]}\n\n{table}\n\n{needs}{tests}\n"
 
 
 Row = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]

@@ -1,8 +1,10 @@
 """The benchmark beside the peers: it finds what differs, and its committed page is what its committed numbers say."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,44 @@ def test_a_copy_that_runs_the_originals_weights_is_found() -> None:
     assert peers.copies(model, workload, batch) == ""
     closed(model)
     assert peers.copies(model, workload, batch) == "runs the original's weights"
+
+
+class GradientOf(nn.Linear):
+    """Its result is by its own weights, the gradient of its input also by those it was made with."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        mine = self.weight
+        self.other = lambda: mine  # a deep copy keeps it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        by_other = nn.functional.linear(x, self.other().detach())
+        return super().forward(x) + (by_other - by_other.detach())
+
+
+def test_a_copy_whose_gradients_come_from_the_originals_weights_is_found() -> None:
+    """Its loss is right, every weight has a gradient, and the original has none: their values tell."""
+    workload = peers.Workload(
+        lambda: nn.Sequential(GradientOf(4), GradientOf(4)),
+        lambda: torch.randn(2, 4),
+        lambda model, batch: model(batch).square().mean(),
+    )
+    assert peers.copies(workload.make(), workload, workload.batch()) == "runs the original's weights"
+
+
+def test_what_a_peer_computes_otherwise_is_no_fault_of_its_copies() -> None:
+    """A replay with other random numbers is told by the column for gradients; the copy does the same."""
+    workload = tiny("GPT")
+    batch, model = workload.batch(), workload.make()
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    assert peers.copies(model, workload, batch) == ""
+
+
+def test_the_example_draws_from_where_results_are() -> None:
+    """From the root of the repository, where the line is typed."""
+    (file,) = re.findall(r"--draw (\S+)", peers.__doc__ or "")
+    assert (peers.ROOT / file).parent == peers.RESULTS
 
 
 def test_gradients_of_other_random_numbers_are_found() -> None:

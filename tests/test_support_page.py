@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support_page import CI, COMMAND, GPU, NOWHERE, PAGE, ROOT, Shown, combinations, page, shown_by
+from support_page import CI, COMMAND, GPU, NOWHERE, PAGE, ROOT, SKIPS, Shown, combinations, page, shown_by
 
 WHOLE: dict[str, Any] = {"strategy": "DDP", "precision": "32-true", "policy": "full", "compile": "no"}
 
@@ -64,11 +64,11 @@ def test_what_a_marker_can_not_say_is_named(given: dict[str, Any], text: str) ->
 
 
 def item(name: str, *markers: pytest.MarkDecorator) -> Any:
-    """A collected test, as far as the page looks at it."""
+    """A collected test, as far as the page looks at it; the file is any that never skips."""
     found = [marker.mark for marker in markers]
     return SimpleNamespace(
-        nodeid=f"tests/test_it.py::{name}",
-        path=ROOT / "tests/test_it.py",
+        nodeid=f"tests/test_theory.py::{name}",
+        path=ROOT / "tests/test_theory.py",
         name=f"{name}[one]",
         originalname=name,
         iter_markers=lambda kind: (mark for mark in found if mark.name == kind),
@@ -91,6 +91,33 @@ def test_a_test_that_may_not_run_shows_nothing(mark: pytest.MarkDecorator) -> No
     """It is an error where the page would say that continuous integration runs it."""
     with pytest.raises(ValueError, match=rf"test_a: marked supports and {mark.name}; what may not run shows nothing"):
         shown_by([item("test_a", pytest.mark.supports(**WHOLE), mark)])
+
+
+@pytest.mark.parametrize(
+    ("file", "call"), [("callbacks/test_distributions.py", "importorskip"), ("test_demo.py", "skip")]
+)
+def test_a_file_that_may_skip_its_tests_shows_nothing(file: str, call: str) -> None:
+    """No marker tells of it; a test marked `gpu` may, for the script lists what was skipped."""
+    supports = pytest.mark.supports(**WHOLE)
+    here, gpu = item("test_a", supports), item("test_a", supports, pytest.mark.gpu)
+    here.path = gpu.path = ROOT / "tests" / file
+    with pytest.raises(ValueError, match=rf"test_a: marked supports and {call}\(...\) in its file; what may not run"):
+        shown_by([here])
+    assert [(one.file, one.where) for one in shown_by([gpu])] == [(file, GPU)]
+
+
+def test_only_calls_skip_a_file() -> None:
+    """However they are imported; markers say by themselves which test they are of."""
+    code = "skip('a'); pytest.xfail('b'); @pytest.mark.skip('c'); @pytest.mark.xfail('d'); skipif(e); to_skip(f)"
+    assert SKIPS.findall(code) == ["skip(", "xfail("]
+
+
+def test_the_page_says_what_the_gpu_script_needs() -> None:
+    """In the chapter it is of: a package that no extra brings, and a second device."""
+    chapters = dict(chapter.split("\n", 1) for chapter in page([]).split("## ")[1:])
+    assert "needs the package `deepspeed`" in chapters["DeepSpeed"]
+    assert [name for name, text in chapters.items() if "two GPUs" in text] == ["FSDP1", "DeepSpeed"]
+    assert "deepspeed" not in (ROOT / "pyproject.toml").read_text("utf-8")
 
 
 def test_rows_that_say_the_same_are_one() -> None:

@@ -62,7 +62,7 @@ class Patient:
         self.target, self.conditions = target, conditions
         self.module = target.module
         self._measure = measure
-        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self.module.to(self.device)
         self.batch: Any = self.module.transfer_batch_to_device(target.batch(), self.device, 0)
         if not self.module.training:

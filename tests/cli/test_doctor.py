@@ -475,6 +475,13 @@ def test_the_longest_batch_must_fit(share: float, status: str) -> None:
     assert "the longest of 2 batches has 262,144 elements, 8.00 times the measured one" in found.evidence
 
 
+def test_a_build_for_cuda_examines_on_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch was built for is not what there is."""
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Patient(Target("test", Model(), rows()), Conditions(policy=Full())).device == torch.device("cpu")
+
+
 def test_a_first_batch_that_does_not_fit_fails() -> None:
     """Plain training that does not fit is no fault; the policy's own steps must."""
     whole = Patient(Target("test", Model(), rows()), Conditions(policy=Full()), does_not_fit)
