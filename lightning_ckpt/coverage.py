@@ -83,7 +83,7 @@ class Coverage:
             caption.append("One block is all of the model: its replay needs what the model does, and lowers no peak")
         if self.kept:
             caption.append(self._activations())
-        columns = (whole("Blocks"), whole("Class"), "Parameters", "Recomputed")
+        columns = (whole("Blocks"), whole("Class"), "Parameters", whole("Recomputed"))
         table = Table(*columns, title=title, caption="\n".join(caption))
         if self.kept:
             table.add_column("Activations let go")

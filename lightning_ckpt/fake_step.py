@@ -188,6 +188,12 @@ def _optimizers(configured: Any) -> list[Optimizer]:
     return [one for part in configured for one in _optimizers(part)] if isinstance(configured, list | tuple) else []
 
 
+def _as_written(operator: object) -> str:
+    """How a user's code says an operator whose name says little."""
+    says = " (.item(), float(), or an if on a tensor)"
+    return says if "_local_scalar_dense" in str(operator) else ""
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     """Say what a step does that can't be estimated, and what to do instead."""
@@ -195,8 +201,8 @@ def _explained() -> Iterator[None]:
         yield
     except NO_FAKE_RESULT as error:
         raise CannotEstimate(
-            f"The step runs {error.func}, whose result, or its shape, depends on values, which fake tensors do not "
-            "have. Measure such a model instead: lightning-ckpt compare"
+            f"The step runs {error.func}{_as_written(error.func)}, whose result, or its shape, depends on values, "
+            "which fake tensors do not have. Measure such a model instead: lightning-ckpt compare"
         ) from error
     except RuntimeError as error:
         if "is not attached to a `Trainer`" not in str(error):

@@ -22,6 +22,7 @@ def resolve_policy(policy: str | Policy) -> Policy:
         raise ValueError(
             f'policy={policy!r}: accepted are "full", "selective", "auto", with options as in "full:every=2", and the '
             "policy objects Full(...), SelectiveOps(...) and MemoryBudget(...)"
+            f"{'; for plain training leave checkpointing out' if policy in (None, 'none') else ''}"
         )
     meant: Any = _WORDS[word]
     names = [field.name for field in fields(meant)]

@@ -109,6 +109,7 @@ def test_shorthands_stand_for_policies() -> None:
     [
         ("half", 'accepted are "full", "selective", "auto", with options as in "full:every=2"'),
         (None, "policy=None: accepted are"),
+        ("none", "and MemoryBudget(...); for plain training leave checkpointing out"),
         ("full:evry=2", "policy='full:evry=2': has no option 'evry=2'; it has every, segment_size, select"),
         ("full:every=", "has no option 'every='"),
         ("full:every=0", "policy='full:every=0': Full(every=0): accepted is a whole number of at least 1"),

@@ -5,7 +5,7 @@ import torch
 from rich.table import Table
 
 from lightning_ckpt import checkpoint_blocks, estimate_memory, profile_blocks
-from lightning_ckpt.printed import as_text, whole
+from lightning_ckpt.printed import as_it_is, as_text, whole
 from zoo import mlp
 
 
@@ -39,3 +39,10 @@ def test_a_long_name_is_broken_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     table.add_row(name, "Block")
     rows = [line for line in as_text(table).splitlines() if line.startswith("│")]
     assert "".join(row.split("│")[1].strip() for row in rows) == name
+
+
+def test_a_title_is_printed_as_it_is() -> None:
+    """A target's name is no picture, and no style."""
+    title = "tgt:llama: [bold]4[/bold] blocks"
+    table = Table("a column wide enough for its title", title=as_it_is(title))
+    assert as_text(table).splitlines()[0].strip() == title

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import Self
 
 from lightning_ckpt.callbacks._batch_size import BatchSize
@@ -168,6 +169,10 @@ class Trials:
         except Exception as error:
             too_much = self._has_run and self.alone and is_refused_by_a_kernel(error)
             if not (too_much or is_out_of_memory(error)):
+                rank_zero_info(
+                    "BatchSizeTuner: a step failed in a trial. Trials run before the module's on_fit_start and "
+                    "on_train_start: what a step needs is to be made in setup"
+                )
                 raise
             release(error)
         # Cleaned up here, where the exception is gone and with it what it held.

@@ -5,7 +5,7 @@ from typing import Literal
 
 from lightning_ckpt.callbacks._distributions import MisconfigurationException
 from lightning_ckpt.search import Search
-from lightning_ckpt.sizes import parse_size
+from lightning_ckpt.sizes import UNITS, parse_size
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TunerOptions:
                 'out, or use mode="search"'
             )
         if self.memory_limit is not None:
-            object.__setattr__(self, "memory_limit", parse_size(self.memory_limit, name="memory_limit"))
+            object.__setattr__(self, "memory_limit", _limit(self.memory_limit))
 
     def search(self, target: int, samples: int | None, divides: int | None) -> Search:
         """The search that is asked for.
@@ -84,6 +84,13 @@ class TunerOptions:
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def _limit(memory_limit: int | str) -> int:
+    limit = parse_size(memory_limit, name="memory_limit")
+    if limit < UNITS["KiB"]:
+        raise ValueError(f'memory_limit={memory_limit!r} is {limit} bytes: give at least a KiB, such as "40GiB"')
+    return limit
 
 
 def _check_probe(probe: object) -> None:

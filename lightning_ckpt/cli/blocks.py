@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_ckpt.cli._command import command_parser, in_options, print_json
-from lightning_ckpt.printed import whole
+from lightning_ckpt.printed import as_it_is, whole
 from lightning_ckpt.sizes import format_size
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def table(target: str, rows: list[Row], total: int) -> "Table":
 
     measured = any(row.kept_bytes is not None for row in rows)
     count = f"{len(rows)} block{'s' if len(rows) > 1 else ''}"
-    shown = Table(whole("block"), whole("class"), title=f"{target}: {count}", box=SIMPLE_HEAD)
+    shown = Table(whole("block"), whole("class"), title=as_it_is(f"{target}: {count}"), box=SIMPLE_HEAD)
     for name in ("parameters", "share", *(("kept", "boundary", "replay") if measured else ())):
         shown.add_column(name, justify="right")
     for row in rows:

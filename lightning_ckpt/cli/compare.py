@@ -125,9 +125,12 @@ def _measure(options: Namespace) -> Comparison:
     return Comparison(target=options.target, seed=options.seed, measured=tuple(measured), failed=failed)
 
 
-def _different_on_host(comparison: Comparison) -> bool:
+def _different_on_host(comparison: Comparison) -> list[str]:
+    """The policies whose gradients are not the plain ones where that means a fault."""
     plain = comparison.plain
-    return plain is not None and plain.on_host and not comparison.equal
+    if plain is None or not plain.on_host:
+        return []
+    return [one.policy for one in comparison.measured if one.differences(plain)]
 
 
 def show(comparison: Comparison, console: "Console") -> None:
@@ -137,16 +140,21 @@ def show(comparison: Comparison, console: "Console") -> None:
     for name, reason in comparison.failed.items():
         console.print(f"{name}: {reason}", markup=False, highlight=False)
     console.print(finding(comparison), markup=False, highlight=False)
-    if _different_on_host(comparison):
-        console.print("What differs, where and why: lightning-ckpt doctor TARGET", highlight=False)
+    if different := _different_on_host(comparison):
+        command = f"lightning-ckpt doctor {comparison.target} --policy {different[0]}"
+        console.print(f"What differs, where and why: {command}", markup=False, emoji=False, highlight=False)
 
 
 def _table(comparison: Comparison) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from lightning_ckpt.printed import as_it_is
+
     caption = described(comparison.measured[0])
-    table = Table(title=comparison.target, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(
+        title=as_it_is(comparison.target), caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
     table.pad_edge = False
     for number, name in enumerate(COLUMNS):
         # Broken by hand, so that a table of short names fits into 80 columns.

@@ -131,13 +131,15 @@ def table(target: str, findings: dict[str, Finding]) -> "Table":
     from rich.table import Column, Table
     from rich.text import Text
 
+    from lightning_ckpt.printed import as_it_is
+
     counts = {status: sum(f.status == status for f in findings.values()) for status in _STYLES}
     caption = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     printed = Table(
         "check",
         "",
         Column("evidence", overflow="fold"),
-        title=target,
+        title=as_it_is(target),
         caption=caption,
         box=SIMPLE_HEAD,
         show_edge=False,

@@ -234,11 +234,14 @@ def table(answer: Answer) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from lightning_ckpt.printed import as_it_is
+
     about = answer.estimate
     peaks = [step.peak for steps in answer.steps.values() for step in steps]
     unit = next(unit for unit in ("GiB", "MiB", "KiB", "B") if UNITS[unit] <= max(peaks))
     ranks = f", each of {about.ranks} ranks" if about.ranks > 1 else ""
-    shown = Table(title=f"{answer.target}: peak of a step in {unit}, {about.precision}{ranks}", box=SIMPLE_HEAD)
+    title = as_it_is(f"{answer.target}: peak of a step in {unit}, {about.precision}{ranks}")
+    shown = Table(title=title, box=SIMPLE_HEAD)
     shown.add_column("policy")
     for step in next(iter(answer.steps.values())):
         size = step.batch_size

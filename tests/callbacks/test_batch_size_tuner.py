@@ -988,6 +988,7 @@ def test_finders_of_lightning_beside_it_are_refused(
             {"min_val": 9, "global_batch_size": 16, "max_val": 15},
             "that divides 16 lies between min_val=9 and max_val=15",
         ),
+        ({"memory_limit": "600"}, "memory_limit='600' is 600 bytes: give at least a KiB"),
         ({"memory_limit": "40 GB"}, "memory_limit='40 GB' is not a size"),
     ],
     ids=str,
