@@ -124,7 +124,8 @@ def test_estimates_of_the_whole_zoo_are_within_five_percent(name: str) -> None:
         assert abs(missing[0]) < 100
         # What is missing are the random states that replays start from: here one of them is two percent of the peak.
         assert median(errors) <= 0.01 or name == "frozen-backbone"
-        assert all(-100 < nbytes <= 8 * RANDOM_STATE for nbytes in missing)
+        # In Hugging Face's models, estimates hold a few small tensors of the forward pass longer than a real step does.
+        assert all(-2 * RANDOM_STATE < nbytes <= 8 * RANDOM_STATE for nbytes in missing)
 
 
 def test_other_batch_sizes_are_measured_too() -> None:
