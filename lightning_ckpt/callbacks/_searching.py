@@ -1,7 +1,5 @@
 """One `fit`'s search for its batch size, by steps taken before training."""
 
-from typing import Any
-
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
@@ -111,9 +109,8 @@ class Searching:
                     break
             line.trying(size, self.trials, search.max_trials)
             if hint is None and not measured and self._takes_hints(size):
-                hint, batch = trials.warm_up(size)
+                hint, jump = self._warm_up(trials, size, search)
                 if hint is not None:
-                    jump = self._first_jump(batch, hint, search)
                     size = jump or search.propose([], floor=trials.floor, hint=hint)
                     continue
             measured.append(self._try(search, trials, size))
@@ -133,11 +130,14 @@ class Searching:
         self.trials.append(Trial(size, measurement.peak, seconds, _outcome(search, measurement)))
         return measurement
 
-    def _first_jump(self, batch: Any, hint: Measurement, search: Search) -> int | None:
-        """The smallest of what the ranks estimate; None where one of them can't."""
+    def _warm_up(self, trials: AgreedTrials, size: int, search: Search) -> tuple[Measurement | None, int | None]:
+        """What a first step tells of a second, and how far to jump: the least that a rank estimates, if all can."""
+        hint, batch = trials.warm_up(size)
+        if hint is None:
+            return None, None
         mine = first_jump(self._trainer, self._module, batch, hint, search) if search.fits(hint) else None
         jumps = self._ranks.gather(mine)
-        return min((jump for jump in jumps if jump is not None), default=None) if None not in jumps else None
+        return hint, None if None in jumps else min(jump for jump in jumps if jump is not None)
 
     def _takes_hints(self, size: int) -> bool:
         """Whether what the first step tells of a second may stand for a trial: only training counts, and its memory."""
