@@ -24,9 +24,9 @@ class Speakers:
         """Why a block is to share its replay with none, in words; "" before that is known, `None` where it may."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
-        if any(map(is_compiled, block.modules())):
-            return "part of it is compiled, where nobody hears whether it speaks to other ranks"
         speaks = self._speaks.get((name, _modes(block)))
+        if speaks is None and any(map(is_compiled, block.modules())):
+            return "part of it is compiled, where nobody hears whether it speaks to other ranks"
         if speaks is None:
             return ""
         return "it speaks to other ranks, which may join other blocks" if speaks else None

@@ -99,6 +99,28 @@ def test_a_collective_that_ends_just_after_a_wait_is_over() -> None:
         _is_over(_DoneSince(RuntimeError("Connection closed")))  # type: ignore[arg-type]
 
 
+class _EndsLate(_DoneSince):
+    """A collective that a first wait is too short for."""
+
+    late = True
+
+    def is_completed(self) -> bool:
+        late, self.late = self.late, False
+        return not late
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if self.late:
+            raise RuntimeError("Operation timed out!")
+
+
+def test_a_rank_that_fails_right_after_a_call_has_done_its_part_in_it() -> None:
+    """Its note is there before the call is over here: the call ends all the same."""
+    one = object.__new__(Processes)
+    one._who, one._rank, one._size, one._store, one._calls = "test", 0, 2, dist.HashStore(), 0
+    one._store.set("failed", "rank 1 failed with ValueError: afterwards")
+    one._wait(lambda: _EndsLate(None))
+
+
 def test_of_three_ranks_only_those_that_did_not_come_are_named() -> None:
     """One that is a call ahead is not missing, nor is one that waits in the same call."""
     store = dist.HashStore()
