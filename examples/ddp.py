@@ -6,6 +6,7 @@ On every GPU that there is, or else in two processes on a CPU. Nothing but the s
 checkpoints its own copy of the model, and ends with the losses and weights of the plain run.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import ActivationCheckpointing
-from lightning_ckpt.memory import Interval, reader_for, release_unused
+from lightning_ckpt.memory import AllocatorReader, Interval, reader_for, use_reader
 from lightning_ckpt.sizes import format_size
 from train_gpt import GPT, training
 
@@ -27,6 +28,8 @@ warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
 GPUS = torch.cuda.device_count()
 DEVICES = GPUS or 2
+if not GPUS:
+    torch.set_num_threads(1)  # threads of two processes on the same cores share a sum now one way, now another
 
 
 class Peak(L.Callback):
@@ -36,7 +39,6 @@ class Peak(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            release_unused(trainer.strategy.root_device)
             self.interval = Interval(reader_for(trainer.strategy.root_device))
             self.interval.reset_peak()
             self.before = self.interval.peak()
@@ -59,7 +61,10 @@ def train(model: Any, strategy: Any, callbacks: list[L.Callback]) -> tuple[int, 
         enable_progress_bar=False,
         **quiet,
     )
-    trainer.fit(model, DataLoader(training()[1].dataset, batch_size=16))
+    with contextlib.ExitStack() as stack:
+        if not GPUS:  # exact, where the size of a process is noisy
+            stack.enter_context(use_reader(stack.enter_context(AllocatorReader())))
+        trainer.fit(model, DataLoader(training()[1].dataset, batch_size=16))
     # A sharded weight is put together on every rank.
     weights = [getattr(weight, "full_tensor", weight.detach)().detach().cpu() for weight in model.parameters()]
     return peak.nbytes, [torch.stack(model.losses).cpu(), *weights]
