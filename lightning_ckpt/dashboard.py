@@ -46,8 +46,9 @@ SECTIONS: Mapping[str, Sequence[Plot]] = {
     ),
     "Throughput": (
         Plot("Step, and waiting for data, ms", _of("throughput", "step_time_ms", "data_wait_ms")),
-        Plot("Samples per second", _of("throughput", "samples_per_sec")),
-        Plot("Tokens per second", _of("throughput", "tokens_per_sec")),
+        Plot("Samples per second", _of("throughput", "samples_per_sec", "samples_per_sec_per_device")),
+        Plot("Tokens per second", _of("throughput", "tokens_per_sec", "tokens_per_sec_per_device")),
+        Plot("Batches per second", _of("throughput", "batches_per_sec", "batches_per_sec_per_device")),
         Plot("TFLOP/s of the model's own work, a device", _of("throughput", "tflops_per_sec")),
         Plot("Utilization: model and hardware", _of("throughput", "mfu", "hfu")),
     ),

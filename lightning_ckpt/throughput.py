@@ -6,7 +6,7 @@ No torch and no clock of its own: times come in, so that every figure can be tes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Mark = TypeVar("Mark")
 
@@ -39,8 +39,7 @@ class Work:
         )
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One optimizer step on one rank.
 
     Args:
@@ -48,6 +47,7 @@ class Step:
         wait_seconds: the part of it between batches, waiting for data.
         replay_seconds: the part of it in which checkpointed blocks were replayed; None when unknown.
         samples, tokens, work: summed over its micro-batches; None when unknown.
+        batches: its micro-batches.
         warmup: whether it tells nothing of the others: the first steps of a run, or one in which something is measured.
     """
 
@@ -58,6 +58,7 @@ class Step:
     tokens: int | None = None
     work: Work | None = None
     warmup: bool = False
+    batches: int = 1
 
 
 def ideal_seconds(flops: Mapping[str, float], peaks: Mapping[str, float]) -> float | None:
@@ -79,7 +80,7 @@ def throughput(steps: Sequence[Step]) -> dict[str, float]:
     that any of the steps lacks is left out.
 
     >>> throughput([Step(seconds=0.5, wait_seconds=0.1, samples=8)])
-    {'step_time_ms': 500.0, 'data_wait_ms': 100.0, 'samples_per_sec': 16.0}
+    {'step_time_ms': 500.0, 'data_wait_ms': 100.0, 'samples_per_sec': 16.0, 'batches_per_sec': 2.0}
     """
     if len(steps) == 1:  # a row a step, where nothing may cost much
         single = ((name, figure(steps[0])) for name, figure in _FIGURES.items())
@@ -98,6 +99,7 @@ _FIGURES: dict[str, Callable[[Step], float | None]] = {
     "data_wait_ms": lambda step: step.wait_seconds * 1e3,
     "samples_per_sec": lambda step: _rate(step.samples, step),
     "tokens_per_sec": lambda step: _rate(step.tokens, step),
+    "batches_per_sec": lambda step: _rate(step.batches, step),
     "tflops_per_sec": lambda step: _rate(step.work.model_flops / 1e12, step) if step.work else None,
     "mfu": lambda step: _rate(step.work.model_seconds, step) if step.work else None,
     "hfu": lambda step: _rate(step.work.total_seconds, step) if step.work else None,

@@ -40,7 +40,7 @@ def test_every_key_is_drawn_once() -> None:
     for name, plots in dashboard.SECTIONS.items():
         assert {key.split("/")[0] for plot in plots for key in plot.keys} == {name.lower().replace(" ", "_")}
     for plot in (plot for plots in dashboard.SECTIONS.values() for plot in plots):
-        units = {re.search(r"_(gib|ms|per_sec)$", key) and key.rsplit("_", 1)[1] for key in plot.keys}
+        units = {(found := re.search(r"_(gib|ms|per_sec)(_per_device)?$", key)) and found[1] for key in plot.keys}
         assert len(units) == 1, plot
 
 

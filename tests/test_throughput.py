@@ -32,6 +32,7 @@ class TestThroughput:
             "data_wait_ms": 100.0,
             "samples_per_sec": 16.0,
             "tokens_per_sec": 8192.0,
+            "batches_per_sec": 2.0,
             "tflops_per_sec": 6.0,
             "mfu": 0.4,
             "hfu": 0.5,
@@ -40,7 +41,12 @@ class TestThroughput:
     def test_the_typical_step_of_an_interval(self) -> None:
         """One hiccup among steps leaves the interval's figures as they are."""
         steps = [Step(seconds=time, wait_seconds=0.0, samples=10) for time in (1.0, 30.0, 1.0)]
-        assert throughput(steps) == {"step_time_ms": 1000.0, "data_wait_ms": 0.0, "samples_per_sec": 10.0}
+        assert throughput(steps) == {
+            "step_time_ms": 1000.0,
+            "data_wait_ms": 0.0,
+            "samples_per_sec": 10.0,
+            "batches_per_sec": 1.0,
+        }
 
     def test_warmup_is_left_out(self) -> None:
         """Setting-up steps don't count beside steady ones."""
@@ -54,7 +60,7 @@ class TestThroughput:
     def test_unknown_is_left_out(self) -> None:
         """What one step of the interval does not know is not guessed from the others."""
         steps = [Step(1.0, 0.0, samples=1, tokens=5), Step(1.0, 0.0, samples=1), Step(1.0, 0.0, samples=1)]
-        assert set(throughput(steps)) == {"step_time_ms", "data_wait_ms", "samples_per_sec"}
+        assert set(throughput(steps)) == {"step_time_ms", "data_wait_ms", "samples_per_sec", "batches_per_sec"}
 
     def test_no_time_no_rate(self) -> None:
         """A clock too coarse to see the step gives no infinite rate."""

@@ -2,8 +2,8 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import WandbLogger
@@ -19,9 +19,9 @@ from lightning_ckpt.throughput import Step, throughput
 
 @dataclass(frozen=True)
 class Key:
-    """How a figure becomes one over ranks, and one over the run in W&B's summary."""
+    """How a figure becomes one over ranks ("share": a rank's part of a sum), and one over the run in W&B's summary."""
 
-    ranks: Literal["max", "min", "sum", "mean"]
+    ranks: Literal["max", "min", "sum", "mean", "share"]
     summary: Literal["max", "min", "mean"]
 
 
@@ -40,6 +40,10 @@ KEYS: Mapping[str, Key] = {
     "throughput/data_wait_ms": Key("max", "mean"),
     "throughput/samples_per_sec": Key("sum", "mean"),
     "throughput/tokens_per_sec": Key("sum", "mean"),
+    "throughput/batches_per_sec": Key("sum", "mean"),
+    "throughput/samples_per_sec_per_device": Key("share", "mean"),
+    "throughput/tokens_per_sec_per_device": Key("share", "mean"),
+    "throughput/batches_per_sec_per_device": Key("share", "mean"),
     "throughput/tflops_per_sec": Key("mean", "mean"),
     "throughput/mfu": Key("mean", "mean"),
     "throughput/hfu": Key("mean", "mean"),
@@ -58,8 +62,7 @@ LAG = 4
 _GROUPS = {"recompute_ms": "checkpointing", "overhead_fraction": "checkpointing"}
 
 
-@dataclass(frozen=True)
-class TimedStep:
+class TimedStep(NamedTuple):
     """A step, the spans its time is the sum of, and those of its replays; the step's times hold nothing until then."""
 
     step: Step
@@ -69,13 +72,12 @@ class TimedStep:
     def known(self, clock: Clock) -> Step | None:
         seconds = clock.seconds(self.spans)
         if seconds is None or self.replays is None:
-            return None if seconds is None else replace(self.step, seconds=seconds)
+            return None if seconds is None else self.step._replace(seconds=seconds)
         replaying = clock.seconds(self.replays)
-        return None if replaying is None else replace(self.step, seconds=seconds, replay_seconds=replaying)
+        return None if replaying is None else self.step._replace(seconds=seconds, replay_seconds=replaying)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The figures of an interval that ends with a logged step.
 
     Args:
@@ -112,7 +114,8 @@ class Rows:
         self._lag = 0 if isinstance(clock, HostClock) else LAG
         self._reduce = self._ranks = None
         if trainer.world_size > 1:
-            how, device = {name: key.ranks for name, key in KEYS.items()}, trainer.strategy.root_device
+            how = {name: key.ranks for name, key in KEYS.items() if key.ranks != "share"}
+            device = trainer.strategy.root_device
             self._ranks = Processes("StepMonitor") if device.type == "cpu" else None
             self._reduce = reducer(how, device, batch_share(trainer), self._ranks)
         self._declared: set[str] = set()
@@ -128,7 +131,8 @@ class Rows:
         """Write the rows that are known by now, waiting for none."""
         while self._reduced and self._reduced[0][1].ready():
             axis, reduced = self._reduced.popleft()
-            self._write(axis, reduced.figures())
+            figures = reduced.figures()
+            self._write(axis, {**figures, **_of_each_device(figures, self._trainer.world_size)})
         while not self._reduce and self._open and (rates := self._open[0].rates(self._clock)) is not None:
             row = self._open.popleft()
             self._write(row.axis, {**row.figures, **rates})
@@ -176,3 +180,9 @@ class Rows:
                     logger.experiment.define_metric(
                         prefix + self._prefix + key, step_metric=axis, step_sync=True, summary=KEYS[key].summary
                     )
+
+
+def _of_each_device(figures: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """Return what each of several ranks has of the sums over all."""
+    whole = {name: name.removesuffix("_per_device") for name, key in KEYS.items() if key.ranks == "share"}
+    return {name: figures[of] / ranks for name, of in whole.items() if of in figures}

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -18,7 +18,7 @@ from lightning_ckpt.callbacks._oom_report import Failure, out_of_memory_report, 
 from lightning_ckpt.callbacks._step_memory import MemoryFigures, Phase
 from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.callbacks._step_rows import Row, Rows, TimedStep
-from lightning_ckpt.callbacks._step_sizes import BatchSizes, StepSizes, sizes_of
+from lightning_ckpt.callbacks._step_sizes import Sizes, sizes_of, sizes_together
 from lightning_ckpt.callbacks._step_tables import RunTables
 from lightning_ckpt.callbacks._step_work import WorkCount
 from lightning_ckpt.memory import GIB
@@ -42,12 +42,11 @@ class Settings:
     memory_snapshot: str | None
 
 
-@dataclass(frozen=True)
-class _Ended:
+class _Ended(NamedTuple):
     """One optimizer step that has ended, with the bytes that its blocks let go."""
 
     timed: TimedStep
-    sizes: StepSizes
+    sizes: Sizes
     saved: int | None
 
 
@@ -60,10 +59,10 @@ class Run:
         clock = clock_for(device)
         self._step_watch, self._wait_watch = Stopwatch(clock.mark), Stopwatch(HostClock().mark)
         self._waited = 0.0
-        self._batch: BatchSizes | None = None
+        self._batch: Sizes | None = None
         self._given: Any = None  # the batch that is being worked on
         self._latest: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_REPORTED)
-        self._batches: list[BatchSizes] = []
+        self._batches: list[Sizes] = []
         self._interval: list[_Ended] = []
         self._disturbed = False
         self._steps = 0
@@ -112,10 +111,10 @@ class Run:
         self._disturbed |= self.replays.plan is None or self.work.begin()
 
     def end_batch(self) -> None:
-        batch, self._batch, self._given = self._batch or BatchSizes(), None, None
+        batch, self._batch, self._given = self._batch or Sizes(), None, None
         self._batches.append(batch)
         self._memory.end_phase("optimizer")
-        self.work.end(StepSizes((batch,)).units())
+        self.work.end(batch.units())
         if self._optimizers.stepped():
             self._end_step()
             self._tables.end_step()
@@ -149,12 +148,13 @@ class Run:
     def _end_step(self) -> None:
         spans = self._step_watch.lap()
         saved, replays = self.replays.take()
-        sizes = StepSizes(tuple(self._batches))
+        sizes = sizes_together(self._batches)
         step = Step(
             seconds=math.nan,
             wait_seconds=self._waited,
             samples=sizes.samples,
             tokens=sizes.tokens,
+            batches=sizes.batches,
             work=self.work.of(sizes.units()),
             warmup=self._disturbed or self._steps < WARMUP_STEPS,
         )

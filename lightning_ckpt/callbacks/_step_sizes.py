@@ -1,55 +1,47 @@
 """How large the batches of a step are: samples and tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_ckpt.callbacks import _trainer
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """What is known of a batch, taken before the step may change it; a part is None when it can't be told."""
+class Sizes(NamedTuple):
+    """What is known of a batch, taken before the step may change it, or of all batches of an optimizer step.
+
+    Args:
+        samples, tokens: how many; None when it can't be told.
+        largest: the samples of the largest batch.
+        batches: how many batches.
+    """
 
     samples: int | None = None
     tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class StepSizes:
-    """The batches of one optimizer step."""
-
-    batches: tuple[BatchSizes, ...]
-
-    @cached_property
-    def samples(self) -> int | None:
-        return _sum([batch.samples for batch in self.batches])
-
-    @cached_property
-    def tokens(self) -> int | None:
-        return _sum([batch.tokens for batch in self.batches])
-
-    @cached_property
-    def largest(self) -> int | None:
-        known = [batch.samples for batch in self.batches if batch.samples is not None]
-        return max(known, default=None)
+    largest: int | None = None
+    batches: int = 1
 
     def units(self) -> int:
         """What FLOPs are scaled by: tokens, else samples, else batches."""
-        return self.tokens or self.samples or len(self.batches) or 1
+        return self.tokens or self.samples or self.batches
 
 
-def sizes_of(
-    batch: Any, batch_size_fn: Callable[[Any], int] | None, tokens_fn: Callable[[Any], int] | None
-) -> BatchSizes:
+def sizes_of(batch: Any, batch_size_fn: Callable[[Any], int] | None, tokens_fn: Callable[[Any], int] | None) -> Sizes:
     """Measure a batch, by the user's functions where there are any."""
     samples = _trainer.samples_in(batch) if batch_size_fn is None else _whole("batch_size_fn", batch_size_fn(batch))
     tokens = _tokens_in(batch) if tokens_fn is None else _whole("tokens_fn", tokens_fn(batch))
-    return BatchSizes(samples, tokens)
+    return Sizes(samples, tokens, samples)
+
+
+def sizes_together(batches: Sequence[Sizes]) -> Sizes:
+    """Return the sizes of an optimizer step, from those of its batches."""
+    if len(batches) == 1:
+        return batches[0]
+    largest = max((batch.samples for batch in batches if batch.samples is not None), default=None)
+    samples, tokens = _sum([batch.samples for batch in batches]), _sum([batch.tokens for batch in batches])
+    return Sizes(samples, tokens, largest, len(batches))
 
 
 def _tokens_in(batch: Any) -> int | None:

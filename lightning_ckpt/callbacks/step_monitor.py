@@ -28,7 +28,9 @@ class StepMonitor(Callback):
     | `memory/headroom_gib`, `memory/peak_fraction` | GiB, 0 to 1, of what the process can hold | min, max |
     | `memory/alloc_retries`, `memory/ooms` | count since the start, accelerator | max |
     | `throughput/step_time_ms`, `throughput/data_wait_ms` | ms an optimizer step, and waiting for data in it | max |
-    | `throughput/samples_per_sec`, `throughput/tokens_per_sec` | 1/s | sum |
+    | `throughput/samples_per_sec`, `throughput/tokens_per_sec`, `throughput/batches_per_sec` | 1/s | sum |
+    | `throughput/samples_per_sec_per_device`, `throughput/tokens_per_sec_per_device`, \
+`throughput/batches_per_sec_per_device` | 1/s, with several ranks | the sum over ranks, by their number |
     | `throughput/tflops_per_sec` | TFLOP/s of the model's own work, a device | mean |
     | `throughput/mfu`, `throughput/hfu` | 0 to 1, without and with what is recomputed | mean |
     | `checkpointing/saved_gib` | GiB of activations that checkpointed blocks did not keep | max |

@@ -39,6 +39,7 @@ def test_a_row_a_step_and_nothing_else(clock: Clock) -> None:
             "throughput/step_time_ms": 750.0,
             "throughput/data_wait_ms": 250.0,
             "throughput/samples_per_sec": size / 0.75,
+            "throughput/batches_per_sec": 1 / 0.75,
             "throughput/tflops_per_sec": 0.003 / 0.75,
             "batch_size/per_device": float(size),
             "batch_size/global": float(size),
@@ -63,6 +64,7 @@ def test_accumulation_is_one_row(clock: Clock) -> None:
     assert logger.column("throughput/step_time_ms") == [2250.0, 1500.0]
     assert logger.column("throughput/data_wait_ms") == [750.0, 500.0]
     assert logger.column("throughput/samples_per_sec") == [6 / 2.25, 3 / 1.5]
+    assert logger.column("throughput/batches_per_sec") == [3 / 2.25, 2 / 1.5]
 
 
 class Growing(Module):
@@ -168,7 +170,9 @@ def test_there_are_rates_from_the_first_step(options: dict[str, Any]) -> None:
 
 def test_at_most_a_dozen_keys() -> None:
     """On a CPU the default writes at most twelve keys, all documented, and none called `step`."""
-    keys = fit().rows()[0][1].keys()
+    logger = Rowed()
+    trainer([StepMonitor()], logger).fit(Module(), DataLoader(Samples(4), batch_size=2, collate_fn=torch.stack))
+    keys = logger.rows()[0][1].keys()
     assert len(keys) <= 12
     assert keys <= KEYS.keys()
     assert all(key in str(StepMonitor.__doc__) for key in KEYS)
@@ -597,7 +601,16 @@ def test_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     running.fit(Heavy(), loader)
     rows = logger.rows()
     assert [step for step, _ in rows] == list(range(20))
-    absent = ("rss_gib", "tokens_per_sec", "mfu", "hfu", "saved_gib", "recompute_ms", "overhead_fraction")
+    absent = (
+        "rss_gib",
+        "tokens_per_sec",
+        "per_sec_per_device",
+        "mfu",
+        "hfu",
+        "saved_gib",
+        "recompute_ms",
+        "overhead_fraction",
+    )
     expected = {key for key in KEYS if not key.endswith(absent)}
     work = 20 * 3 * 2 * 4096**3 / 2  # ten layers: forward, input and weight gradients
     for _, row in rows[3:]:

@@ -103,7 +103,7 @@ def test_a_real_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     here = {
         *("memory/peak_rss_gib", "memory/headroom_gib", "memory/peak_fraction"),
         *("throughput/step_time_ms", "throughput/data_wait_ms", "throughput/samples_per_sec"),
-        *("throughput/tokens_per_sec", "throughput/tflops_per_sec"),
+        *("throughput/tokens_per_sec", "throughput/batches_per_sec", "throughput/tflops_per_sec"),
         *("batch_size/per_device", "batch_size/global"),
     }
     for row in rows:
@@ -213,7 +213,10 @@ class TestRows:
             clock.reached = 1
         assert reduced == [0, 1]
         assert [set(row) for _, row in logger.calls] == [
-            {"memory/ooms", "throughput/step_time_ms", "throughput/data_wait_ms"},
+            {
+                *("memory/ooms", "throughput/step_time_ms", "throughput/data_wait_ms"),
+                *("throughput/batches_per_sec", "throughput/batches_per_sec_per_device"),
+            },
             {"memory/ooms"},
         ]
         rows.flush()
@@ -340,3 +343,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         # Each rank's own rate, summed: none is slower than the slowest rank's.
         assert float(row["throughput/samples_per_sec"]) >= 4 / seconds * 0.999
         assert float(row["throughput/tokens_per_sec"]) > float(row["throughput/samples_per_sec"])
+        assert float(row["throughput/batches_per_sec"]) == pytest.approx(float(row["throughput/samples_per_sec"]) / 2)
+        for unit in ("samples", "tokens", "batches"):  # what each of two has
+            rate, share = (float(row[f"throughput/{unit}_per_sec{of}"]) for of in ("", "_per_device"))
+            assert share == pytest.approx(rate / 2)
