@@ -152,7 +152,7 @@ class Interval:
 
     def reset_peak(self) -> None:
         """Start a new interval."""
-        for other in _intervals:
+        for other in _intervals if len(_intervals) > 1 else ():
             if other is not self and _same_memory(other.reader, self.reader):
                 other._peak = other.peak()
                 other._reserved = other.peak_reserved()

@@ -82,35 +82,31 @@ def throughput(steps: Sequence[Step]) -> dict[str, float]:
     >>> throughput([Step(seconds=0.5, wait_seconds=0.1, samples=8)])
     {'step_time_ms': 500.0, 'data_wait_ms': 100.0, 'samples_per_sec': 16.0, 'batches_per_sec': 2.0}
     """
-    if len(steps) == 1:  # a row a step, where nothing may cost much
-        single = ((name, figure(steps[0])) for name, figure in _FIGURES.items())
-        return {name: value for name, value in single if value is not None}
-    steady = [step for step in steps if not step.warmup] or steps
-    figures = ((name, _median([figure(step) for step in steady])) for name, figure in _FIGURES.items())
-    return {name: typical for name, typical in figures if typical is not None}
+    figures = [_figures(step) for step in steps if not step.warmup] or [_figures(step) for step in steps]
+    if len(figures) <= 1:  # a row a step, where nothing may cost much
+        return figures[0] if figures else {}
+    known = [name for name in figures[0] if all(name in others for others in figures)]
+    return {name: median(each[name] for each in figures) for name in known}
 
 
-def _rate(amount: float | None, step: Step) -> float | None:
-    return None if amount is None or step.seconds <= 0 else amount / step.seconds
-
-
-_FIGURES: dict[str, Callable[[Step], float | None]] = {
-    "step_time_ms": lambda step: step.seconds * 1e3,
-    "data_wait_ms": lambda step: step.wait_seconds * 1e3,
-    "samples_per_sec": lambda step: _rate(step.samples, step),
-    "tokens_per_sec": lambda step: _rate(step.tokens, step),
-    "batches_per_sec": lambda step: _rate(step.batches, step),
-    "tflops_per_sec": lambda step: _rate(step.work.model_flops / 1e12, step) if step.work else None,
-    "mfu": lambda step: _rate(step.work.model_seconds, step) if step.work else None,
-    "hfu": lambda step: _rate(step.work.total_seconds, step) if step.work else None,
-    "recompute_ms": lambda step: None if step.replay_seconds is None else step.replay_seconds * 1e3,
-    "overhead_fraction": lambda step: _rate(step.replay_seconds, step),
-}
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known and len(known) == len(values) else None
+def _figures(step: Step) -> dict[str, float]:
+    """Return what is known of one step."""
+    figures = {"step_time_ms": step.seconds * 1e3, "data_wait_ms": step.wait_seconds * 1e3}
+    amounts: dict[str, float | None] = {
+        "samples_per_sec": step.samples,
+        "tokens_per_sec": step.tokens,
+        "batches_per_sec": step.batches,
+    }
+    if step.work:
+        amounts["tflops_per_sec"] = step.work.model_flops / 1e12
+        amounts["mfu"], amounts["hfu"] = step.work.model_seconds, step.work.total_seconds
+    if step.replay_seconds is not None:
+        figures["recompute_ms"] = step.replay_seconds * 1e3
+        amounts["overhead_fraction"] = step.replay_seconds
+    for name, amount in amounts.items():
+        if amount is not None and step.seconds > 0:
+            figures[name] = amount / step.seconds
+    return figures
 
 
 class Stopwatch(Generic[Mark]):

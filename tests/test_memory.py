@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
+from lightning_ckpt import host_memory
 from lightning_ckpt.memory import (
     AcceleratorReader,
     AllocatorReader,
@@ -187,6 +188,24 @@ class TestHostReader:
         """The kernel's kibibytes come out as bytes."""
         reader = host(tmp_path)
         assert (reader.peak(), reader.current()) == (3000 * 1024, 1000 * 1024)
+
+    def test_the_quick_call_counts_where_it_is_right(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`getrusage` is asked alone from the least that /proc agreed with, and not where it tells of a parent."""
+        reader = host(tmp_path)
+        peaks = []
+        for quick, exact in ((9000, 3000), (3001, 3000), (7000, 1), (3001, 1), (2999, 2000)):
+            (tmp_path / "proc/self/status").write_text(f"VmHWM:  {exact} kB\n")
+            monkeypatch.setattr(host_memory, "_peak_of_rusage", lambda quick=quick: quick * 1024)
+            peaks.append(reader.peak() // 1024)
+        assert peaks == [3000, 3000, 7000, 3001, 2000]
+
+    @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs a Linux kernel's /proc")
+    def test_a_large_program_that_started_this_one_does_not_count(self) -> None:
+        """`getrusage` of a child begins at the size of its parent; the reader does not."""
+        child = "from lightning_ckpt.host_memory import HostReader; print(HostReader().peak())"
+        held = torch.ones(1 << 30, dtype=torch.uint8)
+        done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
+        assert int(done.stdout) < held.nbytes
 
     def test_reset_writes_five(self, tmp_path: Path) -> None:
         """5 is the code that resets the peak and touches nothing else."""

@@ -59,23 +59,23 @@ class MemoryFigures:
             return {}
         peak = max(self._peak, self._interval.peak())
         reserved = max(self._reserved, self._interval.peak_reserved())
-        figures = {**self._peaks(peak, reserved), **_room(peak, self._limit)}
+        figures = self._peaks(peak, reserved)
+        if self._limit:
+            figures["memory/headroom_gib"] = (self._limit - peak) / GIB
+            figures["memory/peak_fraction"] = peak / self._limit
         self._interval.reset_peak()
         self._peak, self._reserved, self._phases = 0, 0, {}
-        return {f"memory/{name}": figure for name, figure in figures.items()}
+        return figures
 
     def _peaks(self, peak: int, reserved: int) -> dict[str, float]:
         assert self._interval is not None
         reader = self._interval.reader
         if isinstance(reader, HostReader):
-            return {"peak_rss_gib": peak / GIB}
-        figures = {"peak_allocated_gib": peak / GIB}
+            return {"memory/peak_rss_gib": peak / GIB}
+        figures = {"memory/peak_allocated_gib": peak / GIB}
         if isinstance(reader, AcceleratorReader):
-            figures["peak_reserved_gib"] = reserved / GIB
-            figures["alloc_retries"] = reader.alloc_retries()
-            figures["ooms"] = reader.ooms()
-        return {**figures, **{f"peak_{phase}_gib": size / GIB for phase, size in self._phases.items()}}
-
-
-def _room(peak: int, limit: int | None) -> dict[str, float]:
-    return {"headroom_gib": (limit - peak) / GIB, "peak_fraction": peak / limit} if limit else {}
+            figures["memory/peak_reserved_gib"] = reserved / GIB
+            figures["memory/alloc_retries"] = reader.alloc_retries()
+            figures["memory/ooms"] = reader.ooms()
+        figures.update({f"memory/peak_{phase}_gib": size / GIB for phase, size in self._phases.items()})
+        return figures

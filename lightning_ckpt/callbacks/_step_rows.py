@@ -164,16 +164,16 @@ class Rows:
         if not self._trainer.is_global_zero:
             return
         self._warnings.look(axis, figures)
-        row = {key: figures[key] for key in KEYS if key in figures}
-        self._declare([key for key in row if key not in self._declared])
+        if not figures.keys() <= self._declared:
+            self._declare([key for key in KEYS if key in figures and key not in self._declared])
         for logger in self._trainer.loggers:
-            logger.log_metrics({self._prefix + key: figure for key, figure in row.items()}, step=axis)
+            logger.log_metrics({self._prefix + key: figure for key, figure in figures.items()}, step=axis)
 
     def _declare(self, keys: Sequence[str]) -> None:
         """Tell W&B the axis of each key, and what its summary is to show."""
         self._declared.update(keys)
         for logger in self._trainer.loggers:
-            if keys and is_a(logger, WandbLogger):
+            if is_a(logger, WandbLogger):
                 axis, prefix = wandb_names(logger)
                 logger.experiment.define_metric(axis)
                 for key in keys:
