@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import leet
 import pytest
 import wandb
 
@@ -100,3 +101,4 @@ def test_the_capture_is_the_committed_one() -> None:
     assert shown == (DOCS / "pictures/leet_gpt.txt").read_text(encoding="utf-8")
     assert "checkpointing/saved_gib" in shown
     assert "memory/headroom_gib" in shown
+    assert (DOCS / "pictures/leet_gpt.svg").read_text(encoding="utf-8") == leet.picture(shown)
