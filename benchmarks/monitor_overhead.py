@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,14 @@ def seconds_a_step(arm: str, steps: int, accelerator: str = "cpu") -> float:
     return (laps.ended - laps.began) / steps
 
 
-def measure(rounds: int, steps: int, accelerator: str = "cpu") -> dict[str, list[float]]:
+def measure(
+    rounds: int, steps: int, accelerator: str = "cpu", arms: Collection[str] = tuple(ARMS)
+) -> dict[str, list[float]]:
     """Return the seconds of a step of each arm, round by round."""
-    for arm in ARMS:
+    for arm in arms:
         seconds_a_step(arm, 100, accelerator)
-    orders = list(itertools.permutations(ARMS))
-    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    orders = list(itertools.permutations(arms))
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
     for round_ in range(rounds):
         for arm in orders[round_ * 97 % len(orders)]:
             found[arm].append(seconds_a_step(arm, steps, accelerator))

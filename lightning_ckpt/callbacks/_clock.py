@@ -29,6 +29,8 @@ class HostClock:
         return perf_counter()
 
     def seconds(self, spans: Spans) -> float | None:
+        if len(spans) == 1:  # as it nearly always is
+            return float(spans[0][1] - spans[0][0])
         return float(sum(end - start for start, end in spans))
 
     def wait(self, spans: Spans) -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 from lightning.pytorch import Trainer
@@ -58,6 +59,10 @@ KEYS: Mapping[str, Key] = {
 # end of its step. All ranks have to do it at the same step, and none can wait to see what the others know.
 LAG = 4
 
+# Seconds in which rows gather, to be written together: what is done once for many short steps costs each of them a part
+# of what it costs alone. Steps that take longer are written one by one.
+PAUSE = 0.02
+
 
 _GROUPS = {"recompute_ms": "checkpointing", "overhead_fraction": "checkpointing"}
 
@@ -102,9 +107,9 @@ class Row(NamedTuple):
 class Rows:
     """The rows of one run on their way to the loggers, in order.
 
-    On one rank a row is written when its times are known. On several, each row is reduced when `LAG` more have
-    followed it (at once where the host computes), with the times that are known by then, and written when the result
-    has come from the device.
+    On one rank a row is written when its times are known, at most every `PAUSE` seconds. On several, each row is
+    reduced when `LAG` more have followed it (at once where the host computes), with the times that are known by then,
+    and written when the result has come from the device.
     """
 
     def __init__(self, trainer: Trainer, clock: Clock, prefix: str = "", headroom: float | None = None) -> None:
@@ -119,6 +124,7 @@ class Rows:
             self._ranks = Processes("StepMonitor") if device.type == "cpu" else None
             self._reduce = reducer(how, device, batch_share(trainer), self._ranks)
         self._declared: set[str] = set()
+        self._due = 0.0  # when rows are written next, by the host's own clock
         self._warnings = RowWarnings(trainer, headroom)
 
     def add(self, row: Row) -> None:
@@ -126,6 +132,12 @@ class Rows:
         self._open.append(row)
         if self._reduce:
             self._reduce_down_to(self._lag)
+
+    def write_due(self) -> None:
+        """Write the rows that are known by now, unless some have been written just before."""
+        if perf_counter() >= self._due:
+            self.write_known()
+            self._due = perf_counter() + PAUSE
 
     def write_known(self) -> None:
         """Write the rows that are known by now, waiting for none."""

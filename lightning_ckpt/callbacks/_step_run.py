@@ -118,7 +118,7 @@ class Run:
         if self._optimizers.stepped():
             self._end_step()
             self._tables.end_step()
-        self.rows.write_known()
+        self.rows.write_due()
         self._wait_watch.release("batch")
 
     def ran_out_of_memory(self, pl_module: LightningModule) -> None:

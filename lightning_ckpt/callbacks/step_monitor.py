@@ -17,8 +17,8 @@ class StepMonitor(Callback):
     One row a step, on the step axis of the loss, written by rank zero; with gradient accumulation the peak is the
     highest of the step's micro-batches, and samples and tokens are their sums. Nothing waits for the device: on an
     accelerator a row is written as soon as the device has finished its step, one or a few steps later, under the step
-    it belongs to. Validation and the saving of checkpoints are no part of a step's time. A key that has no meaning on
-    a machine is left out.
+    it belongs to; rows of steps that take but a few milliseconds are written some at a time. Validation and the saving
+    of checkpoints are no part of a step's time. A key that has no meaning on a machine is left out.
 
     | key | unit | over ranks |
     | --- | --- | --- |

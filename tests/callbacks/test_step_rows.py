@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import StepMonitor
-from lightning_ckpt.callbacks import _clock
+from lightning_ckpt.callbacks import _clock, _step_rows
 from lightning_ckpt.callbacks._ranks import AcrossRanks, Reduced
-from lightning_ckpt.callbacks._step_rows import KEYS, LAG, Row, Rows, TimedStep
+from lightning_ckpt.callbacks._step_rows import KEYS, LAG, PAUSE, Row, Rows, TimedStep
 from lightning_ckpt.callbacks._trainer import batch_share, wandb_names
 from lightning_ckpt.throughput import Step
 from recording import Clock, Module, Rowed, Samples, fit, trainer
@@ -221,6 +221,24 @@ class TestRows:
         ]
         rows.flush()
         assert [step for step, _ in logger.calls] == list(range(LAG + 2))
+
+    def test_rows_of_short_steps_are_written_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first one at once, then those of `PAUSE` seconds in one go, and what is left at the end."""
+        clock, logger, time = Late(), Rowed(), Clock()
+        monkeypatch.setattr(_step_rows, "perf_counter", time)
+        time.sleep(1.0)
+        rows = Rows(Stub([logger]), clock, "")  # type: ignore[arg-type]
+        clock.reached = 100
+        written = []
+        for axis in range(6):
+            rows.add(late_row(axis))
+            rows.write_due()
+            written.append(len(logger.calls))
+            time.sleep(0.3 * PAUSE if axis < 4 else 2 * PAUSE)
+        rows.add(late_row(6))
+        rows.flush()
+        assert written == [1, 1, 1, 1, 5, 6]
+        assert [step for step, _ in logger.calls] == list(range(7))
 
     def test_only_rank_zero_writes(self) -> None:
         """Another rank's loggers are told nothing."""
