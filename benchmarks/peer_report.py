@@ -187,7 +187,9 @@ def page(results: Results, stem: str) -> str:
         f"{side.table()}\n![Peak memory against step time, {side.model}]({side.picture(stem)})\n"
         for side in results.sides
     )
-    about = "\n".join(f"- {name.capitalize()}: {value}." for name, value in results.environment.items())
+    environment = dict(results.environment)
+    command = environment.pop("command", "python benchmarks/peers.py")
+    about = "\n".join(f"- {name.capitalize()}: {value}." for name, value in environment.items())
     return f"""# Side by side with the peers
 
 Each row is a way to treat the same blocks of the same model, in a fresh process, with the same seed and batch. `peak`
@@ -201,6 +203,7 @@ own. Budgets are 25, 50 and 75 % of the way from the peak of `full` to that of p
 {results.judged()}
 
 {about}
+- Made by `{command}`.
 """
 
 

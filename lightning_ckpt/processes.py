@@ -23,6 +23,9 @@ _T = TypeVar("_T")
 # How long to wait for others before looking for their notes, again and again.
 _LISTEN = timedelta(seconds=1)
 
+# How long the first rank stays, once one has failed, for the others to hear of it.
+_PATIENCE = timedelta(seconds=5)
+
 
 class Ranks(Protocol):
     """The processes that must decide alike; all of them call the same of these in the same order."""
@@ -74,6 +77,7 @@ class Processes:
     """
 
     _made = 0
+    _heard: str | None = None  # of a rank that has failed
 
     def __init__(self, who: str = "lightning_ckpt", timeout: timedelta | None = None) -> None:
         self._who, self._rank, self._size = who, dist.get_rank(), dist.get_world_size()
@@ -118,9 +122,13 @@ class Processes:
         """Let the others know that this rank has failed; the note of the first one to fail stays."""
         note = f"rank {self._rank} failed with {type(error).__name__}: {error}"
         with suppress(RuntimeError):  # whoever kept the store may be gone
-            first = self._store.compare_set("failed", "", note).decode() == note
-            if first and self._rank == 0:
-                time.sleep(1.5 * _LISTEN.total_seconds())  # the store often goes with this process
+            self._store.compare_set("failed", "", note)
+            self._note()
+            # The store often goes with the first rank, which therefore stays until the others have heard.
+            until = time.monotonic() + _PATIENCE.total_seconds()
+            others = [f"heard by {rank}" for rank in range(1, self._size)]
+            while self._rank == 0 and not self._store.check(others) and time.monotonic() < until:
+                time.sleep(0.05)
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         self._calls += 1
@@ -148,10 +156,11 @@ class Processes:
 
     def _note(self) -> str | None:
         """What the first rank to fail has left."""
-        try:
-            return self._store.get("failed").decode() if self._store.check(["failed"]) else None
-        except RuntimeError:
-            return None
+        with suppress(RuntimeError):  # whoever kept the store may be gone
+            if self._heard is None and self._store.check(["failed"]):
+                self._heard = self._store.get("failed").decode()
+                self._store.set(f"heard by {self._rank}", "")
+        return self._heard
 
     def _missing(self) -> str:
         """The ranks that have not come to this call, in words."""
