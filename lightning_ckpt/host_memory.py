@@ -20,8 +20,8 @@ class HostReader:
     The peak is `VmHWM`, which Linux resets when "5" is written to `/proc/self/clear_refs`. Where that is not allowed
     the peak is the one since the process started, which is said once in the log. `getrusage` tells the same in a
     fraction of the time, but no less than the program had that started this one: it is taken at its word from the
-    least that the two agreed on. Pages the process gave back to
-    its C library but not to the kernel still count: call `release_unused` before a measurement that has to be tight.
+    least that the two agreed on, clear of that. Pages the process gave back to its C library but not to the kernel
+    still count: call `release_unused` before a measurement that has to be tight.
 
     Args:
         proc: where the kernel tells about this process.
@@ -33,6 +33,7 @@ class HostReader:
         self._status = _KernelFile(proc / "self/status", os.O_RDONLY)
         self._clear_refs = _KernelFile(proc / "self/clear_refs", os.O_WRONLY | os.O_CREAT)
         self._can_reset = True
+        self._floor = 0  # what `getrusage` told where it was less: it never tells less than that
         self._trusted: float = math.inf  # what `getrusage` tells is right from here on
 
     def reset_peak(self) -> None:
@@ -60,8 +61,12 @@ class HostReader:
         if quick is not None and quick >= self._trusted:
             return quick
         peak = self._status.kib(b"VmHWM")
-        if peak is not None and quick is not None and abs(quick - peak) <= _AGREED:
-            self._trusted = quick
+        if peak is not None and quick is not None:
+            agreed = abs(quick - peak) <= _AGREED
+            if agreed and quick - self._floor > _AGREED:
+                self._trusted = quick
+            elif quick > peak and not agreed:
+                self._floor = quick
         return peak or _peak_since_start()
 
     def current(self) -> int:

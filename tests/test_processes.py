@@ -1,6 +1,7 @@
 """What ranks agree on, and that none of them waits for one that has failed, was killed, or does not come."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -119,6 +120,27 @@ def test_a_rank_that_fails_right_after_a_call_has_done_its_part_in_it() -> None:
     one._who, one._rank, one._size, one._store, one._calls = "test", 0, 2, dist.HashStore(), 0
     one._store.set("failed", "rank 1 failed with ValueError: afterwards")
     one._wait(lambda: _EndsLate(None))
+
+
+def test_a_failing_first_rank_stays_until_the_others_have_heard() -> None:
+    """The store often goes with it; what was heard once is known without the store."""
+    store, ranks = dist.HashStore(), []
+    for rank in range(3):
+        one = object.__new__(Processes)
+        one._who, one._rank, one._size, one._store, one._calls = "test", rank, 3, store, 0
+        ranks.append(one)
+    failing = threading.Thread(target=ranks[0].failed, args=(ValueError("no"),), daemon=True)
+    failing.start()
+    while ranks[1]._note() is None:
+        time.sleep(0.01)
+    failing.join(0.3)
+    assert failing.is_alive()
+    ranks[2].failed(RuntimeError("the first one has failed"))
+    failing.join(2)
+    assert not failing.is_alive()
+    for one in ranks:
+        one._store = dist.HashStore()
+        assert one._note() == "rank 0 failed with ValueError: no"
 
 
 def test_of_three_ranks_only_those_that_did_not_come_are_named() -> None:

@@ -63,6 +63,8 @@ LAG = 4
 # of what it costs alone. Steps that take longer are written one by one.
 PAUSE = 0.02
 
+# What each of several devices has, and the sum that it is a part of.
+_SHARES = {name: name.removesuffix("_per_device") for name, key in KEYS.items() if key.ranks == "share"}
 
 _GROUPS = {"recompute_ms": "checkpointing", "overhead_fraction": "checkpointing"}
 
@@ -196,5 +198,4 @@ class Rows:
 
 def _of_each_device(figures: Mapping[str, float], ranks: int) -> dict[str, float]:
     """Return what each of several ranks has of the sums over all."""
-    whole = {name: name.removesuffix("_per_device") for name, key in KEYS.items() if key.ranks == "share"}
-    return {name: figures[of] / ranks for name, of in whole.items() if of in figures}
+    return {name: figures[of] / ranks for name, of in _SHARES.items() if of in figures}
