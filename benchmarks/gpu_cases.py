@@ -100,7 +100,8 @@ class Training:
             interval = Interval(self.reader)
             interval.reset_peak()
             self.step()
-            case.peak, case.reserved = interval.peak() - self.base, interval.peak_reserved()
+            counters = interval.counters()
+            case.peak, case.reserved = counters.peak - self.base, counters.reserved
             with FlopCounter(is_recomputing) as counter:
                 self.step()
             case.flops = counter.result()

@@ -10,7 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,7 @@ __all__ = [
     "GIB",
     "AcceleratorReader",
     "AllocatorReader",
+    "Counters",
     "ExactHostReader",
     "HostReader",
     "Interval",
@@ -50,6 +51,29 @@ class MemoryReader(Protocol):
         """Return the most this process can hold now, in bytes, or None when nobody knows."""
 
 
+class Counters(NamedTuple):
+    """What is told of an interval, all of it read at once.
+
+    Args:
+        peak: the highest bytes in use.
+        reserved: the highest bytes that an accelerator's allocator held from the device, its cache included.
+        alloc_retries: how often, since the start, an allocation succeeded only after the cache was flushed.
+        ooms: how many out-of-memory errors the allocator has raised since the start.
+    """
+
+    peak: int
+    reserved: int = 0
+    alloc_retries: int = 0
+    ooms: int = 0
+
+    def after(self, before: "Counters | None") -> "Counters":
+        """Return those of the interval before and this one together."""
+        if before is None:
+            return self
+        peak, reserved = max(self.peak, before.peak), max(self.reserved, before.reserved)
+        return self._replace(peak=peak, reserved=reserved)
+
+
 class AcceleratorReader:
     """Counters of an accelerator's caching allocator; reading them does not wait for the device.
 
@@ -66,19 +90,13 @@ class AcceleratorReader:
 
     def peak(self) -> int:
         """Return the highest bytes held by tensors since the last reset."""
-        return torch.accelerator.max_memory_allocated(self.device)
+        return self.counters().peak
 
-    def peak_reserved(self) -> int:
-        """Return the highest bytes the allocator held from the device since the last reset, its cache included."""
-        return torch.accelerator.max_memory_reserved(self.device)
-
-    def alloc_retries(self) -> int:
-        """Return how often, since the start, an allocation succeeded only after the cache was flushed."""
-        return self._count("num_alloc_retries")
-
-    def ooms(self) -> int:
-        """Return how many out-of-memory errors the allocator has raised since the start."""
-        return self._count("num_ooms")
+    def counters(self) -> Counters:
+        """Return all that is counted since the last reset: PyTorch collects every statistic for each that is asked."""
+        known = torch.accelerator.memory_stats(self.device)  # empty before the allocator's first use
+        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries", "num_ooms")
+        return Counters(*(int(known.get(name, 0)) for name in names))
 
     def limit(self) -> int | None:
         """Return what this process can hold: the device's free memory and what its allocator has already reserved.
@@ -100,9 +118,6 @@ class AcceleratorReader:
         """The device's number: of a device named by its type alone, the one that is current."""
         index = self.device.index
         return torch.accelerator.current_device_index() if index is None else index
-
-    def _count(self, name: str) -> int:
-        return int(torch.accelerator.memory_stats(self.device).get(name, 0))
 
 
 _overrides: list[MemoryReader] = []
@@ -147,26 +162,26 @@ class Interval:
 
     def __init__(self, reader: MemoryReader) -> None:
         self.reader = reader
-        self._peak = self._reserved = 0  # before the latest reset of another
+        self._before: Counters | None = None  # the latest reset of another
         _intervals.add(self)
 
     def reset_peak(self) -> None:
         """Start a new interval."""
         for other in _intervals if len(_intervals) > 1 else ():
             if other is not self and _same_memory(other.reader, self.reader):
-                other._peak = other.peak()
-                other._reserved = other.peak_reserved()
+                other._before = other.counters()
         self.reader.reset_peak()
-        self._peak = self._reserved = 0
+        self._before = None
 
     def peak(self) -> int:
         """Return the highest use since this interval began, in bytes."""
-        return max(self._peak, self.reader.peak())
+        return self.counters().peak
 
-    def peak_reserved(self) -> int:
-        """Return the highest bytes an accelerator's allocator held since this interval began; 0 for other readers."""
-        now = self.reader.peak_reserved() if isinstance(self.reader, AcceleratorReader) else 0
-        return max(self._reserved, now)
+    def counters(self) -> Counters:
+        """Return what is counted since this interval began; of readers other than an accelerator's, the peak alone."""
+        reader = self.reader
+        now = reader.counters() if isinstance(reader, AcceleratorReader) else Counters(reader.peak())
+        return now.after(self._before)
 
     def limit(self) -> int | None:
         """Return the most this process can hold now, in bytes, or None when nobody knows."""

@@ -369,12 +369,12 @@ class TestAcceleratorReader:
         before = reader.peak()
         big = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         assert reader.peak() == before + big.nbytes
-        assert reader.peak_reserved() >= reader.peak()
+        assert reader.counters().reserved >= reader.counters().peak == reader.peak()
         del big
         reader.reset_peak()
         assert reader.peak() == before
-        assert reader.alloc_retries() >= 0
-        assert reader.ooms() >= 0
+        assert reader.counters().alloc_retries >= 0
+        assert reader.counters().ooms >= 0
 
     def test_limit_does_not_count_the_cache_twice(self) -> None:
         """Reserved but unused memory is this process's own to use: filling the cache doesn't lower the limit."""

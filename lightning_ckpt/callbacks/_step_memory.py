@@ -1,11 +1,13 @@
 """The memory figures of an interval, from whichever reader measures."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ckpt.memory import GIB, AcceleratorReader, AllocatorReader, HostReader, Interval, reader_for
+from lightning_ckpt.memory import GIB, AcceleratorReader, AllocatorReader, Counters, HostReader, Interval, reader_for
 
 Phase = Literal["forward", "backward", "optimizer"]
 
@@ -19,8 +21,10 @@ class MemoryFigures:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._interval: Interval | None = Interval(reader_for(device))
-        self._peak = self._reserved = 0  # before the latest phase
+        self._reader = reader_for(device)
+        self._interval: Interval | None = Interval(self._reader)
+        self._has_phases = not isinstance(self._reader, HostReader | AllocatorReader)
+        self._before: Counters | None = None  # the latest reset
         self._phases: dict[Phase, int] = {}
         try:
             self._limit = self._interval.limit()
@@ -32,14 +36,13 @@ class MemoryFigures:
 
     def end_phase(self, phase: Phase | None) -> None:
         """A phase of the step ends here; None for what is none: validation, the saving of a checkpoint."""
-        if self._interval is None or isinstance(self._interval.reader, HostReader | AllocatorReader):
+        if self._interval is None or not self._has_phases:
             return
-        peak = self._interval.peak()
-        self._peak = max(self._peak, peak)
-        self._reserved = max(self._reserved, self._interval.peak_reserved())
+        counters = self._interval.counters()
         self._interval.reset_peak()
+        self._before = counters.after(self._before)
         if phase:
-            self._phases[phase] = max(self._phases.get(phase, 0), peak)
+            self._phases[phase] = max(self._phases.get(phase, 0), counters.peak)
 
     @property
     def limit(self) -> int | None:
@@ -48,34 +51,32 @@ class MemoryFigures:
 
     def peak(self) -> int | None:
         """The highest bytes since the last row; None when unknown."""
-        return max(self._peak, self._interval.peak()) if self._interval else None
+        return self._interval.counters().after(self._before).peak if self._interval else None
 
     def close(self) -> None:
         """Read no longer."""
         self._interval = None
 
-    def since_last(self) -> dict[str, float]:
+    def since_last(self) -> Callable[[], dict[str, float]]:
+        """Read, at the end of a phase, and return what makes figures of it: once they are written, and no sooner."""
         if self._interval is None:
-            return {}
-        peak = max(self._peak, self._interval.peak())
-        reserved = max(self._reserved, self._interval.peak_reserved())
-        figures = self._peaks(peak, reserved)
-        if self._limit:
-            figures["memory/headroom_gib"] = (self._limit - peak) / GIB
-            figures["memory/peak_fraction"] = peak / self._limit
-        self._interval.reset_peak()
-        self._peak, self._reserved, self._phases = 0, 0, {}
-        return figures
+            return dict
+        counters, phases = self._before, self._phases
+        if counters is None:  # no phase has read it
+            counters = self._interval.counters()
+            self._interval.reset_peak()
+        self._before, self._phases = None, {}
+        return partial(self._figures, counters, phases)
 
-    def _peaks(self, peak: int, reserved: int) -> dict[str, float]:
-        assert self._interval is not None
-        reader = self._interval.reader
-        if isinstance(reader, HostReader):
-            return {"memory/peak_rss_gib": peak / GIB}
-        figures = {"memory/peak_allocated_gib": peak / GIB}
-        if isinstance(reader, AcceleratorReader):
-            figures["memory/peak_reserved_gib"] = reserved / GIB
-            figures["memory/alloc_retries"] = reader.alloc_retries()
-            figures["memory/ooms"] = reader.ooms()
-        figures.update({f"memory/peak_{phase}_gib": size / GIB for phase, size in self._phases.items()})
+    def _figures(self, counters: Counters, phases: Mapping[Phase, int]) -> dict[str, float]:
+        name = "memory/peak_rss_gib" if isinstance(self._reader, HostReader) else "memory/peak_allocated_gib"
+        figures = {name: counters.peak / GIB}
+        if isinstance(self._reader, AcceleratorReader):
+            figures["memory/peak_reserved_gib"] = counters.reserved / GIB
+            figures["memory/alloc_retries"] = counters.alloc_retries
+            figures["memory/ooms"] = counters.ooms
+        figures.update({f"memory/peak_{phase}_gib": size / GIB for phase, size in phases.items()})
+        if self._limit:
+            figures["memory/headroom_gib"] = (self._limit - counters.peak) / GIB
+            figures["memory/peak_fraction"] = counters.peak / self._limit
         return figures

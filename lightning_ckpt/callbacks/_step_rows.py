@@ -1,7 +1,7 @@
 """Rows of figures, one a logged step: put together when they are known, written by rank zero."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple
@@ -14,6 +14,7 @@ from lightning_ckpt.callbacks._distributions import is_a
 from lightning_ckpt.callbacks._ranks import Reduced, reducer
 from lightning_ckpt.callbacks._step_warnings import RowWarnings
 from lightning_ckpt.callbacks._trainer import batch_share, wandb_names
+from lightning_ckpt.memory import GIB
 from lightning_ckpt.processes import Processes
 from lightning_ckpt.throughput import Step, throughput
 
@@ -70,11 +71,21 @@ _GROUPS = {"recompute_ms": "checkpointing", "overhead_fraction": "checkpointing"
 
 
 class TimedStep(NamedTuple):
-    """A step, the spans its time is the sum of, and those of its replays; the step's times hold nothing until then."""
+    """A step, and what its figures are made from when they are written.
+
+    Args:
+        step: its times hold nothing yet.
+        spans: what its time is the sum of.
+        replays: the spans of its replays; None when unknown.
+        largest: the samples of its largest micro-batch; None when unknown.
+        saved: the bytes that its blocks let go; None when unknown.
+    """
 
     step: Step
     spans: Spans
     replays: Spans | None = None
+    largest: int | None = None
+    saved: int | None = None
 
     def known(self, clock: Clock) -> Step | None:
         seconds = clock.seconds(self.spans)
@@ -85,17 +96,31 @@ class TimedStep(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The figures of an interval that ends with a logged step.
+    """An interval that ends with a logged step.
+
+    Its figures are made when they are written: for many short steps at once, that costs each of them little.
 
     Args:
         axis: the logged step, as Lightning numbers it.
-        figures: what is known already, by key.
+        memory: makes the memory figures.
         steps: the interval's steps.
     """
 
     axis: int
-    figures: Mapping[str, float]
-    steps: tuple[TimedStep, ...]
+    memory: Callable[[], dict[str, float]]
+    steps: Sequence[TimedStep]
+
+    def figures(self) -> dict[str, float]:
+        """Return what is known as soon as the interval ends: memory, bytes saved, and sizes, none of them 0."""
+        figures = self.memory()
+        saved = [step.saved for step in self.steps if step.saved is not None]
+        if len(saved) == len(self.steps):
+            figures["checkpointing/saved_gib"] = max(saved) / GIB
+        if largest := max(step.largest or 0 for step in self.steps):
+            figures["batch_size/per_device"] = float(largest)
+        if samples := max(timed.step.samples or 0 for timed in self.steps):
+            figures["batch_size/global"] = float(samples)
+        return figures
 
     def rates(self, clock: Clock) -> dict[str, float] | None:
         """Return the times and rates, or None while the device has not come to the end of the interval."""
@@ -149,7 +174,7 @@ class Rows:
             self._write(axis, {**figures, **_of_each_device(figures, self._trainer.world_size)})
         while not self._reduce and self._open and (rates := self._open[0].rates(self._clock)) is not None:
             row = self._open.popleft()
-            self._write(row.axis, {**row.figures, **rates})
+            self._write(row.axis, {**row.figures(), **rates})
 
     def failed(self, error: BaseException) -> None:
         """Let ranks that wait for this one's row know that none will come."""
@@ -172,7 +197,7 @@ class Rows:
         while len(self._open) > left:
             row = self._open.popleft()
             rates = row.rates(self._clock) or {}
-            self._reduced.append((row.axis, self._reduce({**row.figures, **rates})))
+            self._reduced.append((row.axis, self._reduce({**row.figures(), **rates})))
 
     def _write(self, axis: int, figures: Mapping[str, float]) -> None:
         if not self._trainer.is_global_zero:

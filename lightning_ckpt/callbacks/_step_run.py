@@ -2,10 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -21,7 +21,6 @@ from lightning_ckpt.callbacks._step_rows import Row, Rows, TimedStep
 from lightning_ckpt.callbacks._step_sizes import Sizes, sizes_of, sizes_together
 from lightning_ckpt.callbacks._step_tables import RunTables
 from lightning_ckpt.callbacks._step_work import WorkCount
-from lightning_ckpt.memory import GIB
 from lightning_ckpt.throughput import WARMUP_STEPS, Step, Stopwatch
 
 # Rows that are told of when memory runs out.
@@ -42,14 +41,6 @@ class Settings:
     memory_snapshot: str | None
 
 
-class _Ended(NamedTuple):
-    """One optimizer step that has ended, with the bytes that its blocks let go."""
-
-    timed: TimedStep
-    sizes: Sizes
-    saved: int | None
-
-
 class Run:
     """One `fit`: all that is remembered from hook to hook, and put back at its end."""
 
@@ -61,9 +52,9 @@ class Run:
         self._waited = 0.0
         self._batch: Sizes | None = None
         self._given: Any = None  # the batch that is being worked on
-        self._latest: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_REPORTED)
+        self._latest: deque[Row] = deque(maxlen=_REPORTED)
         self._batches: list[Sizes] = []
-        self._interval: list[_Ended] = []
+        self._interval: list[TimedStep] = []
         self._disturbed = False
         self._steps = 0
         # Not "every n-th number": a module that gathers gradients by itself steps at some numbers only.
@@ -104,8 +95,9 @@ class Run:
             self._restart_watches()
 
     def begin_batch(self, batch: Any) -> None:
-        self._waited += sum(end - start for start, end in self._wait_watch.lap())
         self._wait_watch.hold("batch")
+        for start, end in self._wait_watch.lap():
+            self._waited += end - start
         self._given = batch
         self._batch = sizes_of(batch, self._settings.batch_size_fn, self._settings.tokens_fn)
         self._disturbed |= self.replays.plan is None or self.work.begin()
@@ -131,7 +123,8 @@ class Run:
 
     def _failure(self) -> Failure:
         replays, memory = self.replays, self._memory
-        return Failure(tuple(self._latest), memory.peak(), memory.limit, self._given, replays.policy, replays.let_go())
+        rows = [(row.axis, row.figures()) for row in self._latest]
+        return Failure(rows, memory.peak(), memory.limit, self._given, replays.policy, replays.let_go())
 
     def close(self) -> None:
         self._snapshot.close()
@@ -158,26 +151,16 @@ class Run:
             work=self.work.of(sizes.units()),
             warmup=self._disturbed or self._steps < WARMUP_STEPS,
         )
-        self._interval.append(_Ended(TimedStep(step, spans, replays), sizes, saved))
+        self._interval.append(TimedStep(step, spans, replays, sizes.largest, saved))
         self._batches, self._waited, self._disturbed = [], 0.0, False
         self._steps += 1
         axis = _trainer.step_axis(self._trainer)
-        if (axis + 1) // self._settings.every_n_steps > self._rows_due:
-            self._rows_due = (axis + 1) // self._settings.every_n_steps
-            self._end_interval(axis)
-
-    def _end_interval(self, axis: int) -> None:
-        largest = {
-            "batch_size/per_device": max(step.sizes.largest or 0 for step in self._interval),
-            "batch_size/global": max(step.sizes.samples or 0 for step in self._interval),
-        }
-        figures = {**self._memory.since_last(), **{key: float(size) for key, size in largest.items() if size}}
-        saved = [step.saved for step in self._interval if step.saved is not None]
-        if len(saved) == len(self._interval):
-            figures["checkpointing/saved_gib"] = max(saved) / GIB
-        self._latest.append((axis, figures))
-        self.rows.add(Row(axis, figures, tuple(step.timed for step in self._interval)))
-        self._interval = []
+        due = (axis + 1) // self._settings.every_n_steps
+        if due > self._rows_due:
+            row = Row(axis, self._memory.since_last(), self._interval)
+            self._latest.append(row)
+            self.rows.add(row)
+            self._interval, self._rows_due = [], due
 
 
 class _OptimizerSteps:

@@ -66,8 +66,10 @@ class RunTables:
 
     def end_step(self) -> None:
         """Write the blocks, once they are measured, and again when another plan of what is replayed stands."""
+        if not self._loggers:
+            return
         plan = self._replays.plan
-        if not self._loggers or plan is None or plan == self._written:
+        if plan is None or plan == self._written:
             return
         let_go = self._replays.let_go()
         if let_go:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import _extract_batch_size
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -58,6 +59,9 @@ def samples_in(batch: Any) -> int | None:
     The public `extract_batch_size` looks on at every other tensor only to warn where sizes differ, in each step, and
     remembers that it has warned, so that the user's own `self.log` is never told.
     """
+    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if isinstance(first, Tensor) and first.ndim:  # as it nearly always is, and each step asks
+        return first.size(0)
     if isinstance(batch, Iterator):  # looking into it would use it up
         return None
     try:

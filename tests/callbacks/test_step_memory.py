@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import StepMonitor
-from lightning_ckpt.memory import GIB, AllocatorReader, HostReader, use_reader
+from lightning_ckpt.memory import GIB, AcceleratorReader, AllocatorReader, HostReader, use_reader
 from recording import Meter, Module, Rowed, Samples, fit, trainer
 
 PHASES = ("forward", "backward", "optimizer")
@@ -89,6 +89,41 @@ def test_by_hand() -> None:
     module = ByHand(meter=meter)
     module.sizes = {"forward": 1.0, "backward": 2.0, "optimizer": 3.0}
     assert phases(fit(module=module, meter=meter)) == [module.sizes] * 4
+
+
+def test_an_allocator_is_asked_once_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch collects all its statistics for each that is asked: a row of eight figures takes three answers."""
+    asked = []
+
+    def stats(device: torch.device) -> dict[str, int]:
+        asked.append(device)
+        peaks = {"allocated_bytes.all.peak": len(asked) * GIB, "reserved_bytes.all.peak": 50 * GIB - len(asked) * GIB}
+        return {**peaks, "num_alloc_retries": 7, "num_ooms": 2}
+
+    class Card(AcceleratorReader):
+        def limit(self) -> int:
+            return 64 * GIB
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", stats)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+    logger = Rowed()
+    loader = DataLoader(Samples(4), batch_size=2, collate_fn=torch.stack)
+    with use_reader(Card("cuda:0")):
+        trainer([StepMonitor(flops=None)], logger).fit(Module(), loader)
+    assert [{key: figure for key, figure in row.items() if "memory" in key} for _, row in logger.rows()] == [
+        {
+            "memory/peak_allocated_gib": last,
+            "memory/peak_reserved_gib": 50 - (last - 2),
+            "memory/alloc_retries": 7,
+            "memory/ooms": 2,
+            "memory/peak_forward_gib": last - 2,
+            "memory/peak_backward_gib": last - 1,
+            "memory/peak_optimizer_gib": last,
+            "memory/headroom_gib": 64 - last,
+            "memory/peak_fraction": last / 64,
+        }
+        for last in (4, 7)  # the first answer was asked for at the start
+    ]
 
 
 def test_a_profiler_has_no_phases() -> None:

@@ -171,7 +171,7 @@ class Stub:
 
 
 def late_row(axis: int) -> Row:
-    return Row(axis, {"memory/ooms": axis}, (TimedStep(Step(math.nan, 0.0), [(axis, axis + 1)]),))
+    return Row(axis, lambda: {"memory/ooms": axis}, [TimedStep(Step(math.nan, 0.0), [(axis, axis + 1)])])
 
 
 class TestRows:
