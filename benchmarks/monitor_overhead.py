@@ -3,7 +3,7 @@
     python benchmarks/monitor_overhead.py              # prints, and writes a page to benchmarks/results
     python benchmarks/monitor_overhead.py --rounds 3 --no-write
 
-A training step of one small layer, the worst case for a monitor, with a CSV logger that is written to at every step.
+A training step of four small layers, the worst case for a monitor, with a CSV logger that is written to at every step.
 Fits with no monitor, `StepMonitor()`, Lightning's `ThroughputMonitor` and its `DeviceStatsMonitor(cpu_stats=True)`
 alternate in one process, in an order that turns. A round is one fit of each, and gives one difference to the fit
 without a monitor for each of them, so that a machine that slows down slows all. The time of a fit's step is the mean
@@ -11,7 +11,9 @@ over all steps but the first, since a logger writes its file at some of them.
 """
 
 import argparse
+import contextlib
 import datetime
+import io
 import itertools
 import logging
 import platform
@@ -182,7 +184,8 @@ def main() -> int:
 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = measure(args.rounds, args.steps)
+    with contextlib.redirect_stdout(io.StringIO()):  # the tables of what is checkpointed
+        found = measure(args.rounds, args.steps)
     page = report(found, args.steps)
     print(page)
     if not args.no_write:
