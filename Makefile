@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY := passive
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench docs
+.PHONY: demo test lint coverage bench docs
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py --logger wandb
@@ -23,6 +23,13 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What no test runs; half as long again as the tests alone. Whatever folder a process runs in, its data come here.
+coverage: $(READY)
+	$(BIN)/coverage erase
+	OMP_NUM_THREADS=1 COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
