@@ -1,18 +1,21 @@
 """What a memory budget costs in time, against every rule set by hand that meets it, and how near the peak comes to it.
 
     python benchmarks/planner.py                  # prints, and writes benchmarks/results/planner_<device>_<yyyymm>.md
-    python benchmarks/planner.py --models U-Net --rounds 10 --no-write
+    python benchmarks/planner.py --models U-Net --processes 2 --no-write
 
 Each model of `benchmarks/models.py` trains under `MemoryBudget` at 25, 50 and 75 % of the way from the peak of full
 checkpointing to that of none, until its plan stands. Copies of the model then take the same steps, interleaved in an
 order that turns: with the plan, with `Full()`, with the largest `Full(every=k)` whose peak meets the budget, with
 PyTorch's own selective checkpointing and its default list of operators where that meets it, and plain. The extra time
-of a step is its time less that of the plain one of the same round. Peaks are exact: the CPU allocator's every byte.
+of a step is its time less that of the plain one of the same round. All of that is done in several processes, since
+where a process happens to have its memory makes one copy faster than another for as long as it lives. Peaks are exact:
+the CPU allocator's every byte.
 """
 
 import argparse
 import copy
 import datetime
+import multiprocessing
 import platform
 import random
 import statistics
@@ -135,29 +138,49 @@ def timed(step: Callable[[], None]) -> float:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One model at one budget.
+class Measured:
+    """One model at one budget, in one process.
 
     Attributes:
         extra: for each arm but the plain one, its extra seconds in each round.
         peaks: for each arm, the bytes of a step's peak.
     """
 
-    model: str
-    uneven: bool
-    fraction: float
     budget: int
     settled: Settled
     extra: dict[str, list[float]]
     peaks: dict[str, int]
 
+
+@dataclass(frozen=True)
+class Result:
+    """One model at one budget, in several processes."""
+
+    model: str
+    fraction: float
+    runs: list[Measured]
+
+    @property
+    def budget(self) -> int:
+        return self.runs[0].budget
+
+    @property
+    def worst(self) -> Measured:
+        """The process whose plan took most of its budget."""
+        return max(self.runs, key=lambda run: run.peaks["auto"] / run.budget)
+
+    @property
+    def off(self) -> float:
+        """How far the first prediction of the peak was off, where it was farthest."""
+        return max((run.settled.predicted / run.settled.measured - 1 for run in self.runs), key=abs)
+
     @property
     def rivals(self) -> list[str]:
-        """The arms that meet the budget, ours left out."""
-        return [name for name, peak in self.peaks.items() if name not in ("auto", "plain") and peak <= self.budget]
+        """The arms that meet the budget in every process, ours left out."""
+        return [name for name in self.runs[0].extra if name != "auto" and all(name in run.extra for run in self.runs)]
 
     def median(self, arm: str) -> float:
-        return statistics.median(self.extra[arm])
+        return statistics.median(seconds for run in self.runs for seconds in run.extra[arm])
 
     @property
     def best_rival(self) -> str:
@@ -166,17 +189,30 @@ class Result:
     @property
     def difference(self) -> tuple[float, float]:
         """Seconds by which ours is slower than the best rival: the 95 % interval of the median of all rounds."""
-        return interval_of([a - b for a, b in zip(self.extra["auto"], self.extra[self.best_rival], strict=True)])
+        rival = self.best_rival
+        return interval_of(
+            [[a - b for a, b in zip(run.extra["auto"], run.extra[rival], strict=True)] for run in self.runs]
+        )
 
 
-def interval_of(values: list[float], draws: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of the median, by the bootstrap (Efron, Annals of Statistics 7(1), 1979)."""
+def interval_of(groups: list[list[float]], draws: int = 2000) -> tuple[float, float]:
+    """The 95 % interval of the median over groups of values, by the bootstrap of groups and of values within each.
+
+    Davison and Hinkley, Bootstrap Methods and their Application (1997), section 3.8.
+    """
     chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(draws))
+    medians = sorted(
+        statistics.median(
+            value for group in chance.choices(groups, k=len(groups)) for value in chance.choices(group, k=len(group))
+        )
+        for _ in range(draws)
+    )
     return medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
 
 
-def measure(name: str, fraction: float, rounds: int) -> Result:
+def measured(name: str, fraction: float, rounds: int) -> Measured:
+    """Measure a model at a budget in this process."""
+    torch.set_num_threads(1)
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     reader = AllocatorReader(limit=2**40)
@@ -229,28 +265,34 @@ def measure(name: str, fraction: float, rounds: int) -> Result:
         if label != "plain"
     }
     peaks = {arms[label].name: arms[label].peak for label in arms}
-    return Result(name, workload.uneven, fraction, budget, settled, {arms[k].name: v for k, v in extra.items()}, peaks)
+    return Measured(budget, settled, {arms[k].name: v for k, v in extra.items()}, peaks)
+
+
+def measure(name: str, fraction: float, processes: int, rounds: int) -> Result:
+    """Measure a model at a budget in so many fresh processes, one after the other."""
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return Result(name, fraction, pool.starmap(measured, [(name, fraction, rounds)] * processes, chunksize=1))
 
 
 def row(result: Result) -> str:
-    rival = result.best_rival
-    ours, theirs = result.median("auto"), result.median(rival)
-    peak = result.peaks["auto"]
+    ours, theirs = result.median("auto"), result.median(result.best_rival)
+    worst = result.worst
+    peak = worst.peaks["auto"]
     others = ", ".join(f"{name} {1e3 * result.median(name):.1f}" for name in result.rivals)
     low, high = (1e3 * end for end in result.difference)
     return (
         f"| {result.model} | {result.fraction:.0%} | {result.budget / MIB:.1f} | {peak / MIB:.1f} "
-        f"({peak / result.budget:.1%}) | {result.settled.predicted / result.settled.measured - 1:+.1%} "
-        f"| {result.settled.steps} | {1e3 * ours:.1f} | {others} | {ours / theirs:.2f} | {low:+.1f} to {high:+.1f} |"
+        f"({peak / worst.budget:.1%}) | {result.off:+.1%} "
+        f"| {max(run.settled.steps for run in result.runs)} | {1e3 * ours:.1f} | {others} | {ours / theirs:.2f} | {low:+.1f} to {high:+.1f} |"
     )
 
 
-def report(results: list[Result], rounds: int) -> str:
-    errors = [abs(one.settled.predicted / one.settled.measured - 1) for one in results]
-    within = all(one.peaks["auto"] <= one.budget for one in results)
-    ratios = [(one, one.median("auto") / one.median(one.best_rival)) for one in results]
-    uneven = [ratio for one, ratio in ratios if one.uneven]
-    even = [ratio for one, ratio in ratios if not one.uneven]
+def report(results: list[Result], processes: int, rounds: int) -> str:
+    errors = [abs(one.off) for one in results]
+    within = all(run.peaks["auto"] <= run.budget for one in results for run in one.runs)
+    ratios = [(WORKLOADS[one.model].uneven, one.median("auto") / one.median(one.best_rival)) for one in results]
+    uneven = [ratio for is_uneven, ratio in ratios if is_uneven]
+    even = [ratio for is_uneven, ratio in ratios if not is_uneven]
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=ROOT
     )
@@ -260,9 +302,11 @@ def report(results: list[Result], rounds: int) -> str:
     return f"""# What a memory budget costs in time
 
 Six models at budgets of 25, 50 and 75 % of the way from the peak of full checkpointing to that of none. `extra` is the
-time of a step beyond the plain one, the median of {rounds} interleaved rounds, in ms. The ratio is ours over the best
-rule set by hand that meets the budget, and the last column the difference of the two, in ms: the 95 % interval of its
-median, by the bootstrap.
+time of a step beyond the plain one, the median of {rounds} interleaved rounds in each of {processes} processes, in ms. \
+The ratio is
+ours over the best rule set by hand that meets the budget, and the last column the difference of the two, in ms: the
+95 % interval of its median, by the bootstrap of processes and of the rounds of each. Peaks, predictions and steps are
+those of the process where they were worst.
 
 | model | budget | MiB | peak, MiB (of budget) | first prediction | settled in step | extra | by hand | ratio | slower |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -277,26 +321,26 @@ median, by the bootstrap.
 
 - Beyond noise, of {len(results)}: faster than the best by hand in {faster}, slower in {", ".join(slower) or "none"}.
 
-- Device: cpu, {platform.machine()}, {torch.get_num_threads()} threads.
+- Device: cpu, {platform.machine()}, 1 thread.
 - torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}.
 - Commit {commit.stdout.strip() or "unknown"}, {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}.
-- Made by `python benchmarks/planner.py --rounds {rounds}`.
+- Made by `python benchmarks/planner.py --processes {processes} --rounds {rounds}`.
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(WORKLOADS), help="which models, default all")
-    parser.add_argument("--rounds", type=int, default=40, help="interleaved rounds of steps, default 40")
+    parser.add_argument("--processes", type=int, default=5, help="fresh processes for each budget, default 5")
+    parser.add_argument("--rounds", type=int, default=8, help="interleaved rounds of steps in each, default 8")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     results = []
     for name in args.models:
         for fraction in FRACTIONS:
-            results.append(measure(name, fraction, args.rounds))
+            results.append(measure(name, fraction, args.processes, args.rounds))
             print(row(results[-1]), flush=True)
-    page = report(results, args.rounds)
+    page = report(results, args.processes, args.rounds)
     print(page)
     if not args.no_write:
         path = ROOT / f"benchmarks/results/planner_cpu_{datetime.date.today():%Y%m}.md"
