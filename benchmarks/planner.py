@@ -280,10 +280,11 @@ def row(result: Result) -> str:
     peak = worst.peaks["auto"]
     others = ", ".join(f"{name} {1e3 * result.median(name):.1f}" for name in result.rivals)
     low, high = (1e3 * end for end in result.difference)
+    steps = max(run.settled.steps for run in result.runs)
     return (
         f"| {result.model} | {result.fraction:.0%} | {result.budget / MIB:.1f} | {peak / MIB:.1f} "
-        f"({peak / worst.budget:.1%}) | {result.off:+.1%} "
-        f"| {max(run.settled.steps for run in result.runs)} | {1e3 * ours:.1f} | {others} | {ours / theirs:.2f} | {low:+.1f} to {high:+.1f} |"
+        f"({peak / worst.budget:.1%}) | {result.off:+.1%} | {steps} | {1e3 * ours:.1f} | {others} "
+        f"| {ours / theirs:.2f} | {low:+.1f} to {high:+.1f} |"
     )
 
 
@@ -302,11 +303,10 @@ def report(results: list[Result], processes: int, rounds: int) -> str:
     return f"""# What a memory budget costs in time
 
 Six models at budgets of 25, 50 and 75 % of the way from the peak of full checkpointing to that of none. `extra` is the
-time of a step beyond the plain one, the median of {rounds} interleaved rounds in each of {processes} processes, in ms. \
-The ratio is
-ours over the best rule set by hand that meets the budget, and the last column the difference of the two, in ms: the
-95 % interval of its median, by the bootstrap of processes and of the rounds of each. Peaks, predictions and steps are
-those of the process where they were worst.
+time of a step beyond the plain one, the median of {rounds} interleaved rounds in each of {processes} processes, in
+ms. The ratio is ours over the best rule set by hand that meets the budget, and the last column the difference of the
+two, in ms: the 95 % interval of its median, by the bootstrap of processes and of the rounds of each. Peaks,
+predictions and steps are those of the process where they were worst.
 
 | model | budget | MiB | peak, MiB (of budget) | first prediction | settled in step | extra | by hand | ratio | slower |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
