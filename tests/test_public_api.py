@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +74,15 @@ def test_the_callbacks_do_not_load_wandb_or_a_device() -> None:
         "import torch; assert not torch.cuda.is_initialized(); print('wandb' in sys.modules)"
     )
     assert in_a_new_process(code) == "False"
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["explain", "--layers", "4"], 0), (["explain", "--layers", "0"], 2)])
+def test_the_command_line_by_the_interpreter_at_hand(arguments: list[str], code: int) -> None:
+    """`python -m lightning_ckpt` prints and returns what `lightning-ckpt` does."""
+    program = str(Path(sys.executable).with_name("lightning-ckpt"))
+    module, script = (
+        subprocess.run([*start, *arguments], capture_output=True, text=True, check=False)
+        for start in ([sys.executable, "-m", "lightning_ckpt"], [program])
+    )
+    assert module.returncode == script.returncode == code
+    assert module.stdout + module.stderr == script.stdout + script.stderr != ""
