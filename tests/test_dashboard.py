@@ -72,6 +72,26 @@ def test_what_would_be_saved_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert len(spec["report"]["panels"]) == len(dashboard.COMPARED)
 
 
+@pytest.mark.parametrize(
+    ("more", "printed"),
+    [([], "workspace  https://w\nreport     https://r\n"), (["--json"], '"workspace": "https://w"')],
+)
+def test_the_addresses_are_printed(
+    more: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are saved under the names that were given; W&B's own server is not asked here."""
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
+    saved = []
+    for kind, url in ((workspaces.Workspace, "https://w"), (reports.Report, "https://r")):
+        monkeypatch.setattr(kind, "save", lambda self: saved.append((self.entity, self.project)) or self)
+        monkeypatch.setattr(kind, "url", url)
+    assert main(["dashboard", "--entity", "team", "--project", "project", *more]) == 0
+    assert printed in capsys.readouterr().out
+    assert saved == [("team", "project")] * 2
+
+
 def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:
     """One line that says what was not saved, why, and what to do; nothing else, and exit code 2."""
     assert main(["dashboard", "--entity", "team", "--project", "project"]) == 2

@@ -172,8 +172,8 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path}: can't be imported")
+    assert spec is not None  # of a path that ends in .py there always is one, and what loads it
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickling look a class's module up by name; a script's neighbours are imported from its folder.
     sys.modules[path.stem] = module

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from torch import nn
 
 from lightning_ckpt.cli import main
 from lightning_ckpt.cli._command import UsageError
 from lightning_ckpt.cli._measured import measure
-from lightning_ckpt.cli._measurement import Measurement, Request
+from lightning_ckpt.cli._measurement import Comparison, Measurement, Request
 from lightning_ckpt.cli._policies import parse_policies, parse_policy
+from lightning_ckpt.cli._to_wandb import log
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.policies import Full, SelectiveOps
 
@@ -106,6 +108,11 @@ def too_large():
 
 def failing():
     return Failing(), [rows()]
+
+def partly_used():
+    model = Model()
+    model.unused = nn.Linear(2, 2)
+    return model, [rows()]
 
 def no_data():
     return Model()
@@ -282,6 +289,20 @@ def test_what_goes_wrong_in_the_fresh_process_is_one_line(targets: Path, capsys:
 
 
 @pytest.mark.slow
+def test_on_a_terminal_a_bar_tells_how_far_it_is(
+    targets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Instead of a line a policy; and where plain training failed, other policies are compared with nothing."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    policies = ["--policies", "full:select=range-2-9", "--steps", "1"]
+    assert main(["compare", f"{targets}:too_large", *policies]) == 1
+    captured = capsys.readouterr()
+    assert "lightning-ckpt: measuring" not in captured.err
+    assert "full:select=range-2-9" in captured.err
+    assert "step time" not in captured.out  # nothing was measured, and there is no table
+
+
+@pytest.mark.slow
 def test_a_model_without_blocks_is_one_error(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks are looked for once, before a step is timed, however many policies need them."""
     assert main(["compare", f"{targets}:no_blocks", "--policies", "full,selective", "--steps", "100000"]) == 2
@@ -389,6 +410,36 @@ def test_the_run_in_wandb_has_the_tables_plots_and_figures(targets: Path, tmp_pa
     for policy, peak in peaks.items():
         assert f"peak_gib/{policy}" in summary
         assert str(peak / 2**30) in summary
+
+
+def test_without_an_account_the_run_begins_offline_or_not_at_all(
+    targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What W&B says, and what needs no account."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    wandb.teardown()
+    comparison = Comparison(target="test", seed=0, measured=(measured(targets, "with_batch"),), failed={})
+    with pytest.raises(UsageError, match=r"--wandb: .*; WANDB_MODE=offline needs no account"):
+        log(comparison)
+    wandb.teardown()
+
+
+def test_what_is_said_without_plain_training(targets: Path) -> None:
+    """No ratio is made up; a curve that a device does not tell is not drawn."""
+    one = measured(targets, "with_batch", "full")
+    alone = Comparison(target="test", seed=0, measured=(one,), failed={"none": "out of memory"})
+    assert not {"step_time_ratio", "peak_ratio", "different"} & alone.as_json()["policies"][0].keys()
+    assert Comparison.from_json(alone.as_json()) == alone
+
+
+def test_a_parameter_without_a_gradient_is_not_compared(targets: Path) -> None:
+    """It has none in either step."""
+    names = set(measured(targets, "partly_used").digests)
+    assert "gradient of unused.weight" not in names
+    assert "gradient of blocks.0.inner.0.weight" in names
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from lightning_ckpt.cli import _checks_of_memory as of_memory
 from lightning_ckpt.cli import _checks_of_training as of_training
 from lightning_ckpt.cli import main
 from lightning_ckpt.cli._checks import CHECKS, examine, quiet
+from lightning_ckpt.cli._command import UsageError
 from lightning_ckpt.cli._findings import Finding, NotApplicable, OutOfMemory
 from lightning_ckpt.cli._measured import measure_target
 from lightning_ckpt.cli._measurement import Measurement, Request
@@ -345,6 +346,12 @@ def frozen() -> Model:
     return model
 
 
+def frozen_but_for_the_head() -> Model:
+    model = Model(head=nn.Linear(WIDTH, 2))
+    model.blocks.requires_grad_(False)
+    return model
+
+
 def test_frozen_blocks_are_warned_of() -> None:
     """The first two of four have nothing to save; the last two have."""
     found = of_blocks.frozen(patient(frozen))
@@ -452,6 +459,26 @@ def test_a_cache_in_training_is_warned_of_unless_checkpointing_turns_it_off() ->
     )
     off = of_memory.caches(patient(lambda: LanguageModel(use_cache=False), tokens()))
     assert (off.status, off.evidence) == ("pass", "no part of the model has use_cache on")
+
+
+def test_where_all_that_is_kept_are_inputs_of_blocks_it_is_said() -> None:
+    """A loss that is a sum saves nothing."""
+
+    class Summed(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for block in self.blocks:
+                batch = block(batch)
+            return batch.sum()
+
+    found = of_blocks.left_out(patient(Summed))
+    assert found.status == "pass"
+    assert found.evidence.endswith(" kept, all of it inputs of blocks")
+
+
+def test_blocks_with_nothing_to_save_are_not_weighed() -> None:
+    """Frozen, with an input that needs no gradient: no replay will ever run, so none is timed."""
+    with pytest.raises(NotApplicable, match="no block"):
+        of_blocks.worth(patient(lambda: frozen_but_for_the_head()))
 
 
 # --- headroom ---
@@ -620,12 +647,79 @@ def target(tmp_path: Path) -> Path:
         "class Failing(Model):\n"
         "    def training_step(self, batch, batch_idx):\n"
         "        raise KeyError('labels')\n\n"
+        "class TooLarge(Model):\n"
+        "    def on_train_start(self):\n"
+        "        raise torch.OutOfMemoryError('CUDA out of memory')\n\n"
+        "def too_large():\n"
+        "    return TooLarge(), torch.ones(4, 8)\n\n"
         "def make():\n"
         "    return Model(), torch.ones(4, 8)\n\n"
         "def failing():\n"
         "    return Failing(), torch.ones(4, 8)\n"
     )
     return path
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"), [(KeyError("labels"), "gradients: KeyError: 'labels'"), (UsageError("as it is"), "as it is")]
+)
+def test_a_check_that_the_users_code_ends(raised: Exception, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the check that met it; what is told already is told once."""
+
+    def met(patient: Patient) -> Finding:
+        raise raised
+
+    monkeypatch.setitem(CHECKS, "gradients", met)
+    with pytest.raises(UsageError, match=f"^{re.escape(text)}$"):
+        examine(patient())
+
+
+def test_without_hashes_of_tensors_values_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases of PyTorch that lack them say so; the other checks are made."""
+    monkeypatch.delattr(torch, "hash_tensor")
+    with pytest.raises(NotApplicable, match=re.escape(f"needs torch.hash_tensor, which PyTorch {torch.__version__}")):
+        of_training.replayed_values(patient())
+
+
+def test_by_hand_on_an_accelerator_is_not_compared() -> None:
+    """Two plain steps may differ there already, and nothing tells by how much."""
+    one = patient(by_hand())
+    one.plain = replace(one.plain, on_host=False)
+    with pytest.raises(NotApplicable, match="optimizes by hand, and on this device two plain steps may differ"):
+        of_training.gradients(one)
+
+
+def test_a_module_in_eval_mode_is_examined_as_it_trains() -> None:
+    """A factory may have evaluated it, and a Trainer would turn it back too."""
+    assert patient(lambda: Model().eval()).module.training
+
+
+def test_without_timed_steps_there_is_nothing_to_weigh() -> None:
+    """Whoever examines without measuring gets what can be known so."""
+    one = Patient(Target("test", Model(), rows()), Conditions(policy=Full()))
+    with pytest.raises(NotApplicable, match="no training step was timed"):
+        of_memory.slowdown(one)
+
+
+def test_a_step_that_fails_here_is_one_line() -> None:
+    """It names the target, the step and the error."""
+
+    class Failing(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            raise KeyError("labels")
+
+    with pytest.raises(UsageError, match=r"^test: training_step: KeyError: 'labels'$"):
+        patient(Failing).loss()
+
+
+@pytest.mark.slow
+def test_on_paper_a_finding_has_its_cure_below_it(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --json a table; steps that do not fit are a finding of their own, and the rest is looked at."""
+    assert main(["doctor", f"{target}:too_large", "--steps", "1"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "too_large" in printed
+    assert "not even the first batch fits: OutOfMemoryError: CUDA out of memory" in printed
+    assert "→" in printed
 
 
 @pytest.mark.slow

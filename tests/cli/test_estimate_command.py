@@ -255,6 +255,9 @@ def test_kernels_are_measured_if_asked(capsys: pytest.CaptureFixture[str], tmp_p
     assert (without["uncounted"], measured["uncounted"]) == (["aten.convolution"], [])
     assert measured["policies"][0]["steps"][0]["peak"] > without["policies"][0]["steps"][0]["peak"]
     assert measured["policies"][0]["largest_batch_size"] < without["policies"][0]["largest_batch_size"]
+    assert main(["estimate", *arguments, *how]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not counted: what the kernels of aten.convolution take for themselves" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is not there, which is")

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+import wandb
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -125,6 +127,27 @@ def test_a_file_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "run-1.wandb").write_text("nothing")
     assert main(["report", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_run_of_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing was monitored, the error says what to add."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", dir=tmp_path, project="test") as run:
+        run.log({"loss": 1.0, "trainer/global_step": 0})
+    wandb.teardown()  # it remembers its settings, and other runs have others
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no row of StepMonitor is in it; add StepMonitor() to the trainer's callbacks" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_without_its_tables(folder: Path, tmp_path: Path) -> None:
+    """A run that was not checkpointed, or whose media were not copied, has curves all the same."""
+    (run,) = folder.glob("wandb/offline-run-*")
+    copy = shutil.copytree(run, tmp_path / run.name, ignore=shutil.ignore_patterns("media"))
+    assert read(run).blocks
+    assert (read(copy).blocks, read(copy).figures) == ((), read(run).figures)
 
 
 def test_no_folder_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
