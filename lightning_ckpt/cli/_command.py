@@ -58,6 +58,16 @@ def command_parser(description: str, examples: str) -> ArgumentParser:
     return parser
 
 
+def add_blocks(parser: ArgumentParser) -> None:
+    """Add the option that says what is checkpointed."""
+    parser.add_argument(
+        "--blocks",
+        action="append",
+        metavar="CLASS|GLOB",
+        help="a class name or a glob on qualified names, again for more; left out: the repeated blocks are found",
+    )
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object; sizes in it are bytes."""
     print(json.dumps(value, indent=2))

@@ -1,13 +1,12 @@
-"""An offline run as one HTML file that needs nothing else: its figures, curves and blocks."""
+"""An offline run as a page: its figures, curves and blocks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from statistics import median
 
+from lightning_ckpt.cli._document import document, table
 from lightning_ckpt.cli._offline_run import OfflineRun
-from lightning_ckpt.cli._page import _STYLE
-from lightning_ckpt.cli._style import COLOURS, DRAWN
-from lightning_ckpt.cli._svg import Box, Scale, grid, path, picture, tag, text
+from lightning_ckpt.cli._svg import Box, Scale, grid, path, picture, text
 from lightning_ckpt.dashboard import SECTIONS, Plot
 
 WIDTH, HEIGHT = 720.0, 240.0
@@ -25,34 +24,17 @@ _GLANCE = (
 
 
 def page(run: OfflineRun) -> str:
-    """Return the page. Colours follow the reader's light or dark setting."""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(run.name)}: memory and throughput</title>
-<style>{COLOURS}{DRAWN}{_STYLE}</style>
-</head>
-<body>
-<main>
-<header>
-<p class="kicker">A run, step by step</p>
-<h1>{escape(run.name)}</h1>
-<p class="lead">{escape(_policy(run))}</p>
-<p class="quiet">{escape(_environment(run))}</p>
-</header>
-<section>
-<h2>At a glance</h2>
-<div class="scroll">{_table(("", "over the run"), _glance(run))}</div>
-</section>
-{"".join(_section(run, name, plots) for name, plots in SECTIONS.items())}
-{_blocks(run)}
-</main>
-</body>
-</html>
-"""
+    """Return the page."""
+    glance = table(("", "over the run"), _glance(run))
+    sections = "".join(_section(run, name, plots) for name, plots in SECTIONS.items())
+    return document(
+        title=f"{run.name}: memory and throughput",
+        kicker="A run, step by step",
+        heading=run.name,
+        lead=_policy(run),
+        quiet=_environment(run),
+        body=f"<section><h2>At a glance</h2>{glance}</section>{sections}{_blocks(run)}",
+    )
 
 
 def _policy(run: OfflineRun) -> str:
@@ -66,12 +48,12 @@ def _environment(run: OfflineRun) -> str:
     return ", ".join(f"{key.replace('_', ' ')} {_cell(value)}" for key, value in found.items())
 
 
-def _glance(run: OfflineRun) -> list[list[str]]:
+def _glance(run: OfflineRun) -> list[tuple[str, list[str]]]:
     rows = []
     for words, keys, made, pattern in _GLANCE:
         known = next((curve for key in keys if (curve := _curve(run, key))), None)
         if known:
-            rows.append([words, pattern.format(made([figure for _, figure in known]))])
+            rows.append((escape(words), [pattern.format(made([figure for _, figure in known]))]))
     return rows
 
 
@@ -116,18 +98,9 @@ def _blocks(run: OfflineRun) -> str:
         return ""
     names = [name for name in run.blocks[0] if any(block[name] is not None for block in run.blocks)]
     rows = [[_cell(block[name]) for name in names] for block in run.blocks]
-    table = _table([name.replace("_", " ") for name in names], rows)
-    return f'<section><h2>Blocks</h2><div class="scroll">{table}</div></section>'
+    shown = table([name.replace("_", " ") for name in names], [(escape(of), cells) for of, *cells in rows])
+    return f"<section><h2>Blocks</h2>{shown}</section>"
 
 
 def _cell(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _table(names: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    head = tag("tr", *(tag("th", escape(name), scope="col") for name in names))
-    lines = (
-        tag("tr", tag("th", escape(row[0]), scope="row"), *(tag("td", escape(cell)) for cell in row[1:]))
-        for row in rows
-    )
-    return tag("table", tag("thead", head), tag("tbody", *lines))

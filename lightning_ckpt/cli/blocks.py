@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ckpt.cli._command import command_parser, in_options, print_json
+from lightning_ckpt.cli._command import add_blocks, command_parser, in_options, print_json
 from lightning_ckpt.printed import as_it_is, whole
 from lightning_ckpt.sizes import format_size
 
@@ -51,12 +51,7 @@ def parser() -> ArgumentParser:
         help="module:factory or path/file.py:factory; the factory takes no arguments and returns a model, or a "
         "LightningModule and its data, to measure what each block keeps and how long its replay takes",
     )
-    command.add_argument(
-        "--blocks",
-        action="append",
-        metavar="CLASS|GLOB",
-        help="a class name or a glob on qualified names, again for more; left out: the repeated blocks are found",
-    )
+    add_blocks(command)
     return command
 
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ckpt.cli._command import TRAINING_HELP, UsageError, check_precision, command_parser, print_json
+from lightning_ckpt.cli._command import (
+    TRAINING_HELP,
+    UsageError,
+    add_blocks,
+    check_precision,
+    command_parser,
+    print_json,
+)
 from lightning_ckpt.cli._measurement import Comparison, Request
 from lightning_ckpt.cli._words import COLUMNS, described, finding, row
 
@@ -36,12 +43,7 @@ def parser() -> ArgumentParser:
     )
     command.add_argument("--steps", type=int, default=20, metavar="N", help="steps to time, after a warm-up")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, data and dropout")
-    command.add_argument(
-        "--blocks",
-        action="append",
-        metavar="CLASS|GLOB",
-        help="a class name or a glob on qualified names, again for more; left out: the repeated blocks are found",
-    )
+    add_blocks(command)
     command.add_argument("--precision", type=str | None, default=None, help="of the Trainer, such as bf16-mixed")
     command.add_argument("--html", type=Path | None, default=None, metavar="PATH", help="write a page with plots")
     command.add_argument("--output", type=Path | None, default=None, metavar="PATH", help="write every number as JSON")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_ckpt.cli._command import TRAINING_HELP, UsageError, command_parser, print_json
+from lightning_ckpt.cli._command import TRAINING_HELP, UsageError, add_blocks, command_parser, print_json
 from lightning_ckpt.cli._findings import Finding
 from lightning_ckpt.sizes import parse_size
 
@@ -29,12 +29,7 @@ def parser() -> ArgumentParser:
     command = command_parser("Check a module for what goes wrong with activation checkpointing.", _EXAMPLES)
     command.add_argument("target", metavar="TARGET", type=str, help=TRAINING_HELP)
     command.add_argument("--policy", type=str, default="full", help="the policy to train with, as compare writes it")
-    command.add_argument(
-        "--blocks",
-        action="append",
-        metavar="CLASS|GLOB",
-        help="a class name or a glob on qualified names, again for more; left out: the repeated blocks are found",
-    )
+    add_blocks(command)
     command.add_argument("--preserve-rng-state", type=bool, default=True, help="as you give it to the callback")
     command.add_argument("--max-slowdown", type=float, default=1.5, metavar="RATIO", help="of step times, accepted")
     command.add_argument(

@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_ckpt.cli._command import (
     TRAINING_HELP,
     UsageError,
+    add_blocks,
     check_precision,
     command_parser,
     in_options,
@@ -108,12 +109,7 @@ def parser() -> ArgumentParser:
         metavar="LIST",
         help="by comma; left out: the batch's own, doubled",
     )
-    command.add_argument(
-        "--blocks",
-        action="append",
-        metavar="CLASS|GLOB",
-        help="a class name or a glob on qualified names, again for more; left out: the repeated blocks are found",
-    )
+    add_blocks(command)
     command.add_argument(
         "--device", type=str, default="cuda", help="cuda or cpu: whose kernels and allocator to assume"
     )
