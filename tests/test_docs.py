@@ -27,7 +27,11 @@ def test_the_python_runs(
 ) -> None:
     """Every snippet of a page, in order, with a small model; what a comment says is printed is printed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    saved = re.search(r"as `(training\.py)`.*?```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    if saved:
+        (tmp_path / saved[1]).write_text(saved[2], encoding="utf-8")
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
     names = {"torch": torch, "model": model, "batch": torch.randn(2, 4)}
     for number, source in enumerate(blocks_of(page, "python")):

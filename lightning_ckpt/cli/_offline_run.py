@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,15 @@ def _records(folder: Path) -> Iterator[dict[str, Any]]:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        raise UsageError(f"{folder} can't be read: {said[-1] if said else error}") from error
+        raise UsageError(f"{folder} can't be read: {said[-1] if said else error}{_too_old()}") from error
     yield from map(json.loads, found.stdout.splitlines())
+
+
+def _too_old() -> str:
+    """What to do where W&B's reader is not there yet."""
+    here = version("wandb")
+    too_old = tuple(map(int, here.split(".")[:2])) < (0, 30)
+    return f"; it takes wandb 0.30 or newer, and {here} is here" if too_old else ""
 
 
 def _blocks(folder: Path) -> tuple[Mapping[str, Any], ...]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from chromium import PROGRAM, visit
 from lightning_ckpt import ActivationCheckpointing
-from lightning_ckpt.cli import main
+from lightning_ckpt.cli import _offline_run, main
 from lightning_ckpt.cli._offline_run import OfflineRun, read
 from lightning_ckpt.cli._run_page import page
 from lightning_ckpt.memory import use_reader
@@ -126,7 +126,19 @@ def test_a_file_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """W&B's reader says what is wrong, in one line."""
     (tmp_path / "run-1.wandb").write_text("nothing")
     assert main(["report", str(tmp_path)]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    assert "wandb 0.30" not in said
+
+
+def test_a_reader_that_is_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says which release of W&B reads such files."""
+    (tmp_path / "run-1.wandb").write_text("nothing")
+    monkeypatch.setattr(_offline_run, "version", lambda name: "0.29.0")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "; it takes wandb 0.30 or newer, and 0.29.0 is here" in capsys.readouterr().err
 
 
 def test_a_run_of_something_else(
