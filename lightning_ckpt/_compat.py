@@ -268,7 +268,7 @@ def set_activation_memory_budget(share: float) -> Callable[[], None]:
 
 
 class _Saving(torch.autograd.Function):
-    """Saves tensors and does nothing else; the public way to a saved tensor."""
+    """Saves tensors and does nothing else; the public way to a saved tensor. Nothing depends on its result."""
 
     @staticmethod
     def forward(requires_grad: Tensor, *tensors: Tensor) -> Tensor:
@@ -277,10 +277,6 @@ class _Saving(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise AssertionError("nothing depends on what this returns")
 
 
 class SavedInput:

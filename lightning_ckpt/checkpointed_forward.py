@@ -328,28 +328,28 @@ class Call:
 
     def replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The forward pass again, on the arguments, random numbers, parameters and buffers of then."""
-        meter, nested = self._forward.how.meter, is_recomputing()
-        if meter is None or nested:
-            return self._replay(tensors, nested)
+        meter = self._forward.how.meter
+        if meter is None or is_recomputing():
+            return self._replay(tensors)
         meter.forward_over()
         begun = meter.mark()
         try:
-            return self._replay(tensors, nested)
+            return self._replay(tensors)
         finally:  # most replays end early, by an exception
             meter.replayed(begun)
 
-    def _replay(self, tensors: Sequence[Tensor], nested: bool) -> Sequence[Tensor]:
+    def _replay(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         self._contexts.on_replay()
         if self._witness:
             changes = self._witness.changes(Witness(self.block))
             self._forward.how.tell_of_attributes(self.name, type(self.block), changes)
-        return self.again(tensors, self._around(nested))
+        return self.again(tensors, self._around())
 
-    def _around(self, nested: bool) -> Iterator[AbstractContextManager[Any]]:
+    def _around(self) -> Iterator[AbstractContextManager[Any]]:
         # What watches operators comes last: the copying of buffers is none of the block's.
         yield self._around_replay()
         if self._check:
-            yield self._check.replay(nested)
+            yield self._check.replay()
 
     def again(self, tensors: Sequence[Tensor], around: Iterable[AbstractContextManager[Any]] = ()) -> Sequence[Tensor]:
         """What a replay runs, and nothing that checks or tells: for whoever measures it."""
@@ -368,6 +368,7 @@ class Call:
         segment = Segment()
         with self._as_then():
             call = Call(forward, contexts, self.block, self._arguments, tensors)
+            call._witness = None  # a step's own replay tells of attributes, and once
             output = segment.run(call, tensors, lambda: call.forward(tensors, args, kwargs))
             segment.bring_back()
         del output  # its graph held what was brought back

@@ -64,11 +64,8 @@ class _Faking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.clone:
             return self._fake(args[0], convert=True)
-        if func is Tensor.__deepcopy__:
-            tensor, memo = args
-            if id(tensor) not in memo:
-                memo[id(tensor)] = self._fake(tensor, convert=id(tensor) in self._buffers)
-            return memo[id(tensor)]
+        if func is Tensor.__deepcopy__:  # asked of a tensor once: `copy` remembers what it has copied
+            return self._fake(args[0], convert=id(args[0]) in self._buffers)
         return func(*args, **(kwargs or {}))
 
     def _fake(self, tensor: Tensor, *, convert: bool) -> Tensor:

@@ -79,10 +79,9 @@ class KeptResults:
         memory and not its version.
         """
         memory = frozenset(map(storage_id, written(op, args, kwargs)))
-        if memory:
-            for kept in (kept for calls in self._calls.values() for kept in calls):
-                if not kept.memory.isdisjoint(memory):
-                    kept.result, kept.memory = None, frozenset()
+        for kept in (kept for calls in self._calls.values() for kept in calls):
+            if not kept.memory.isdisjoint(memory):
+                kept.result, kept.memory = None, frozenset()
 
 
 class _Keeping(TorchDispatchMode):

@@ -115,10 +115,9 @@ class PeakModel:
         return needs.by_option[needs.latest] + self._beyond_replaying(stretch, option) - known
 
     def _beyond_replaying(self, stretch: Stretch, option: int) -> int:
-        if stretch.own is None:
-            return 0
-        profiled = self.options[stretch.own][option].own
-        return self._beyond.get((stretch.what, self._kinds[stretch.own], option), profiled)
+        """What an option of the block that runs needs more there than replaying all of it."""
+        profiled = self.options[stretch.block][option].own
+        return self._beyond.get((stretch.what, self._kinds[stretch.block], option), profiled)
 
     def _kept(self, stretch: Stretch, choices: Sequence[int]) -> int:
         return sum(live * self.options[block][choices[block]].kept for block, live in enumerate(stretch.live) if live)

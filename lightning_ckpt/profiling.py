@@ -248,8 +248,8 @@ class _Listener:
 
     def forward_ends(self, name: str, call: Call | None, tensors: Sequence[Tensor], output: Any) -> None:
         """Note a call."""
-        if call is not None:
-            self.calls.append((call, tensors))
+        assert call is not None, "a part that is listened to is checkpointed"
+        self.calls.append((call, tensors))
 
 
 @dataclass

@@ -184,7 +184,6 @@ class Segment:
         except Differs as differs:
             raise CheckpointError(str(differs)) from None
         except _SavesOther as how:
-            assert filling.call is not None, "only calls save tensors"
             raise CheckpointError(
                 f"The replay of block {filling.call.name!r} differs from its forward: {how}. Likely cause: "
                 f"{filling.call.cause()}."
@@ -207,8 +206,9 @@ def _given(step: _Step, results: Sequence[Tensor]) -> list[Tensor]:
 class _Filling:
     """Puts what a replay saves into the places that the forward held."""
 
+    call: Call  # that is replayed now
+
     def __init__(self, held: list[weakref.ref[_Held]], kinds: list[Any], early_stop: bool) -> None:
-        self.call: Call | None = None
         self._held = held
         self._kinds = kinds
         self._early_stop = early_stop
@@ -217,8 +217,7 @@ class _Filling:
 
     def take(self, tensor: Tensor) -> Tensor:
         index, self._taken = self._taken, self._taken + 1
-        if self.call:
-            self.call.saves(tensor)
+        self.call.saves(tensor)
         tensor = tensor.detach() if tensor.requires_grad else tensor
         if index < self._wanted:
             self._compare(index, tensor)

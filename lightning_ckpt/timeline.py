@@ -66,13 +66,13 @@ class Timeline:
         """Forget everything, and start a step with its first batch."""
         self._gradients_now = self._gradients_found = self._gradients()
         self._peaks: dict[Stretch, int] = {}
-        self._found = self._highest = self._held = 0
+        self._highest = self._held = 0
         self._largest: dict[str, int] = {}
         self._marks.mark()
         self._marks.marked()
-        self._waiting: list[tuple[Stretch | None, int]] = [(None, 0)]
+        self._waiting: list[tuple[Stretch, int]] = []
         self.begin_batch()
-        self._found = self._marks_so_far()
+        *_, self._found = self._marks.marked()  # no time has passed since the mark before, so it is what there was
 
     def begin_batch(self) -> None:
         """Start the forward pass of a batch of the step."""
@@ -123,18 +123,10 @@ class Timeline:
             self._gradients_now = self._gradients()
         self._waiting.append((Stretch(what, block, tuple(self._live)), self._gradients_now))
 
-    def _marks_so_far(self) -> int:
-        """The peak of what came before the first batch began: no time at all, so what there was."""
-        *_, found = self._marks.marked()
-        del self._waiting[0]
-        return found
-
     def _fold(self) -> None:
         """Take the peaks of all stretches that have ended; a step of many batches must not pile them up."""
         ended = self._marks.marked()
         for (stretch, held), peak in zip(self._waiting, ended, strict=False):
-            if stretch is None:
-                continue
             self._peaks[stretch] = max(self._peaks.get(stretch, 0), peak)
             if peak > self._highest:
                 self._highest, self._held = peak, held

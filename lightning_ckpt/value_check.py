@@ -8,8 +8,9 @@ they come; the digests, once, when backward ends.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -81,33 +82,39 @@ class Comparisons:
     """The digests of replays that wait for the end of their backward pass, to be compared at once."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, list[ValueCheck]] = {}
+        # One backward pass may run inside another. The engine alone holds what waits for a pass, and lets it go with
+        # one that fails.
+        self._waiting: WeakValueDictionary[int, _Waiting] = WeakValueDictionary()
 
-    def add(self, check: "ValueCheck", nested: bool) -> None:
-        """Compare a check's digests when the running backward pass ends; `nested` if it runs inside another one."""
+    def add(self, check: "ValueCheck") -> None:
+        """Compare a check's digests when the running backward pass ends."""
         backward = backward_under_way()
         if backward == -1:
             return  # somebody looks at a saved tensor outside of a backward pass
-        if backward not in self._waiting:
-            if not nested:  # whatever waits for an earlier pass waits for one that failed, and never came to its end
-                self._waiting.clear()
-            self._waiting[backward] = []
-            at_the_end_of_backward(partial(self._compare, backward))
-        self._waiting[backward].append(check)
+        waiting = self._waiting.get(backward)
+        if waiting is None:
+            self._waiting[backward] = waiting = _Waiting()
+            at_the_end_of_backward(waiting.compare)
+        waiting.checks.append(check)
 
-    def _compare(self, backward: int) -> None:
-        checks = sorted(self._waiting.pop(backward, []), key=lambda check: check.order)
-        if not checks:
-            return
+
+class _Waiting:
+    """The checks that wait for one backward pass."""
+
+    def __init__(self) -> None:
+        self.checks: list[ValueCheck] = []
+
+    def compare(self) -> None:
+        checks = sorted(self.checks, key=lambda check: check.order)
         digests = [check.digests() for check in checks]
         different = [(then.to(now.device) != now).any(1) for then, now in digests]
         flags = torch.cat([flag.to(different[0].device) for flag in different]).cpu()  # the one synchronisation
         if flags.any():
-            index = int(flags.nonzero()[0])
-            for check, flag in zip(checks, different, strict=True):
-                if index < len(flag):
-                    raise check.error_of(index)
-                index -= len(flag)
+            places = [
+                (check, index) for check, flag in zip(checks, different, strict=True) for index in range(len(flag))
+            ]
+            check, index = places[int(flags.nonzero()[0])]
+            raise check.error_of(index)
 
 
 class ValueCheck:
@@ -130,30 +137,24 @@ class ValueCheck:
         self._preserves = preserve_rng_state
         self._comparisons = comparisons
         self._then, self._now = _Trace(), _Trace()
-        self._watch: _Watch | None = None
+        self._watch = _Watch(self._then, lambda operator: None)
         self._before = self._seen()
         self._after = self._before
 
     def forward(self) -> TorchDispatchMode:
         """The mode that watches the forward."""
-        self._watch = _Watch(self._then, lambda operator: None)
         return self._watch
 
     def saves(self, tensor: Tensor) -> None:
         """Take note of a tensor that autograd saves, in the forward or in a replay."""
-        if self._watch:
-            self._watch.note_saved(tensor)
+        self._watch.note_saved(tensor)
 
-    def replay(self, nested: bool) -> TorchDispatchMode:
-        """The mode that watches a replay and compares what can be compared without waiting for the device.
-
-        Args:
-            nested: whether the replay runs inside another one.
-        """
+    def replay(self) -> TorchDispatchMode:
+        """The mode that watches a replay and compares what can be compared without waiting for the device."""
         self._now = _Trace()
         with without_modes():
             self._after = self._seen()
-        self._comparisons.add(self, nested)
+        self._comparisons.add(self)
         self._watch = _Watch(self._now, self._follow)
         return self._watch
 

@@ -318,10 +318,11 @@ def test_constant_buffers_are_copied_once_not_every_step(monkeypatch: pytest.Mon
         lambda: torch.eye(8).to_sparse(),
         lambda: torch.tensor([float("nan"), 1.0]),
         lambda: torch.empty(3, device="meta"),
+        lambda: None,
     ],
-    ids=["sparse", "nan", "meta"],
+    ids=["sparse", "nan", "meta", "none"],
 )
-def test_buffers_of_any_kind_are_no_obstacle(buffer: Callable[[], Tensor]) -> None:
+def test_buffers_of_any_kind_are_no_obstacle(buffer: Callable[[], Tensor | None]) -> None:
     """What can't be compared, or compares as different from itself, is copied instead."""
 
     class Holds(nn.Module):

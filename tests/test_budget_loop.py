@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import WORKLOADS, Workload
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from equality import assert_equal
 from lightning_ckpt.budget_loop import BudgetLoop, _Resident
@@ -16,6 +17,7 @@ from lightning_ckpt.budget_plan import BudgetPlan
 from lightning_ckpt.causes import MemoryByCause
 from lightning_ckpt.memory import AllocatorReader, Interval, use_reader
 from lightning_ckpt.policies import MemoryBudget
+from lightning_ckpt.profiles import BlockProfile, Profile
 from lightning_ckpt.recompute import checkpoint_blocks
 from zoo import GPT, mlp
 
@@ -213,6 +215,26 @@ def test_a_longer_batch_tightens_the_plan_for_the_next_step() -> None:
     assert loop.plan.seconds > before
 
 
+def test_a_longer_batch_that_no_plan_makes_room_for_is_said_once() -> None:
+    """Where nothing is left to replay the shortfall is told, with what else would help, and not again."""
+    with Training(SMALL).counted() as training:
+        full, _ = training.extremes()
+        with looping(training, int(1.01 * full)) as loop:
+            for _ in range(7):
+                training.step(loop)
+                loop.end_step()
+            assert loop.plan is not None
+            told = []
+            for _ in range(4):
+                training.step(loop, torch.randint(0, 50, (32, 48)))
+                told += loop.end_step()
+    assert not loop.plan.treatments
+    *tightened, shortfall = told
+    assert all("From the next step on more is replayed" in words for words in tightened)
+    assert "with everything checkpointed a step needs" in shortfall
+    assert "Training goes on with everything checkpointed" in shortfall
+
+
 def test_a_resumed_run_starts_with_the_plan() -> None:
     """What was saved is run from the first step on, without another profile, and keeps to the budget."""
     with Training(SMALL).counted() as training:
@@ -240,7 +262,7 @@ def test_a_resumed_plan_stays_where_it_leaves_little(room: float, stays: bool) -
 
 
 def test_a_plan_for_other_blocks_or_more_memory_is_not_taken() -> None:
-    """A saved plan that names other blocks, or needs more than the budget, gives way to a new one."""
+    """A saved plan that names other blocks or parts, or needs more than the budget, gives way to a new one."""
     with Training(SMALL).counted() as training:
         full, plain = training.extremes()
         budget = int(full + 0.5 * (plain - full))
@@ -248,7 +270,9 @@ def test_a_plan_for_other_blocks_or_more_memory_is_not_taken() -> None:
         smaller = training.under(int(full + 0.3 * (plain - full)), known=known)
         other = {**known, "treatments": {"elsewhere.0": {"kept": "everything", "calls": [], "part": ""}}}
         renamed = training.under(budget, known=other)
-    for ran in (smaller, renamed):
+        other = {**known, "treatments": {"blocks.0": {"kept": "rest", "calls": [], "part": "elsewhere"}}}
+        rebuilt = training.under(budget, known=other)
+    for ran in (smaller, renamed, rebuilt):
         assert any(type(news).__name__ == "Profile" for news in ran.news[0])
         assert max(ran.peaks) <= ran.budget
 
@@ -267,6 +291,16 @@ def test_causes_add_up_to_the_peak() -> None:
     assert causes[0].params == parameters
     assert causes[0].optimizer == pytest.approx(2 * parameters, rel=0.01)
     assert causes[0].activations > 0
+
+
+def test_a_plan_of_the_greedy_rule_says_so() -> None:
+    """Where the solver ran out of time the table's caption tells that it is not its word."""
+    profile = Profile((BlockProfile("blocks.0", "Block", 1, 3 * 2**20, 2**20, 0.004),))
+    plan = BudgetPlan({}, profile, (), 2**30, 2**29, 0.004, "milp")
+    said = "Replay takes 4 ms a batch, of 4 ms with everything checkpointed"
+    assert plan.__rich__().caption == said
+    greedy = f"{said}; chosen by the greedy rule, since the solver ran out of time"
+    assert replace(plan, solver="greedy").__rich__().caption == greedy
 
 
 def test_without_a_known_limit_a_fraction_is_refused() -> None:
@@ -300,6 +334,29 @@ def test_on_the_host_exact_bytes_come_on_top_of_the_resident_size() -> None:
     assert loop.plan.seconds == 0
     assert loop.plan.causes is not None
     assert loop.plan.causes.other > 100 * 2**20  # Python and its libraries
+
+
+def test_where_somebody_profiles_already_the_resident_size_has_to_do() -> None:
+    """PyTorch has one profiler at a time: theirs goes on, and a plan is made from the host's own figures."""
+    torch.manual_seed(0)
+    model, batch = SMALL.make(), SMALL.batch()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        profile() as profiled,
+        checkpoint_blocks(model, "auto") as handle,
+        BudgetLoop(handle, model, MemoryBudget("64GiB"), optimizers=[optimizer], device="cpu") as loop,
+    ):
+        for _ in range(4):
+            loop.begin_batch()
+            SMALL.loss(model, batch).backward()
+            loop.end_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.end_step()
+    assert loop.plan is not None
+    assert loop.plan.seconds == 0
+    steps = [event for event in profiled.events() if event.name.startswith("Optimizer.step")]
+    assert len(steps) == 4
 
 
 @dataclass
@@ -350,6 +407,30 @@ def test_whether_a_resumed_plan_stays_is_the_first_ranks_word() -> None:
     assert second.plan.peak <= budget
 
 
+class AnotherCanNot(TwoRanks):
+    """The other one has found nothing against a saved plan, and yet can't run it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.asked = 0
+
+    def most(self, number: int) -> int:
+        self.asked += 1
+        return 1 if self.asked == 2 else number
+
+
+def test_a_saved_plan_that_another_rank_can_not_run_is_not_run_here() -> None:
+    """It is undone where it was taken already, and both make a new one."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        budget = int(full + 0.5 * (plain - full))
+        known = training.under(budget).plan.to_json()
+        ran = training.under(budget, known=known, ranks=AnotherCanNot())
+    assert any(type(news).__name__ == "Profile" for news in ran.news[0])
+    assert ran.peaks[1] == pytest.approx(full, rel=0.02)
+    assert max(ran.peaks) <= budget
+
+
 def test_a_loop_that_ends_in_an_error_tells_the_other_ranks() -> None:
     """They would wait for it at the end of the step."""
     ranks, error = TwoRanks(0), ValueError("in the loop")
@@ -395,9 +476,11 @@ def looping(training: Training, budget: int) -> Iterator[BudgetLoop]:
         yield loop
 
 
-@pytest.mark.parametrize("lengths", [[48, 20, 20, 20, 20, 20, 20, 20], [48, 20, 40, 30, 48, 10, 44, 48]])
+@pytest.mark.parametrize(
+    "lengths", [[48, 20, 20, 20, 20, 20, 20, 20], [48, 20, 40, 30, 48, 10, 44, 48], [12, 48, 48, 48, 48, 48, 48, 48]]
+)
 def test_batches_of_several_lengths_are_planned(lengths: list[int]) -> None:
-    """Also where the first batch is the longest: a plan comes, and no step exceeds the budget."""
+    """Also where the first batch is the longest, or the shortest: a plan comes, and no step exceeds the budget."""
     with Training(SMALL).counted() as training:
         full, plain = training.extremes()
         budget = int(full + 0.5 * (plain - full))
@@ -407,6 +490,20 @@ def test_batches_of_several_lengths_are_planned(lengths: list[int]) -> None:
                 assert training.peak(lambda batch=batch: training.step(loop, batch)) <= budget
                 loop.end_step()
     assert loop.plan is not None
+
+
+def test_what_blocks_keep_grows_once_with_longer_batches() -> None:
+    """Measured on a short first batch, it is what a long one would have told, however many of those follow."""
+    with Training(SMALL).counted() as training:
+        full, plain = training.extremes()
+        kept = []
+        for first in (48, 12):
+            with looping(training, int(full + 0.5 * (plain - full))) as loop:
+                for length in (first, 48, 48):
+                    training.step(loop, torch.randint(0, 50, (8, length)))
+                    loop.end_step()
+                kept.append([ways[-1].kept for ways in loop._peaks.options])
+    assert kept[0] == pytest.approx(kept[1], rel=0.01)
 
 
 def test_what_happens_between_steps_does_not_count() -> None:

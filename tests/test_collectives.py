@@ -1,10 +1,14 @@
 """Which blocks may share a replay where there are several ranks."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_ckpt import Full, checkpoint_blocks, collectives
 from lightning_ckpt.collectives import Speakers
@@ -32,6 +36,28 @@ def test_a_block_with_a_compiled_part_is_a_segment_of_its_own() -> None:
     assert handle.blocks[1:2] in handle.report().segments
     assert max(len(segment) for segment in handle.report().segments) == 2
     torch.compiler.reset()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of two ranks, the other of which is none: collectives return at once."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("placement", "why"),
+    [(Shard(0), "it speaks to other ranks, which may join other blocks"), (Replicate(), None)],
+    ids=["gathers", "has all it needs"],
+)
+def test_sharded_tensors_are_heard_through(mesh: DeviceMesh, placement: Placement, why: str | None) -> None:
+    """An operator on them gathers what is elsewhere, and is silent where each shard is computed alone."""
+    speakers, block = Speakers(), nn.Identity()
+    x, weight = (distribute_tensor(torch.randn(4, 4), mesh, [where]) for where in (Shard(0), placement))
+    with speakers.listening_to("block", block):
+        assert isinstance(x @ weight, DTensor)
+    assert speakers.why_alone("block", block) == why
 
 
 def test_a_block_is_heard_again_in_another_mode() -> None:

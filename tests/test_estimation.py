@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ckpt import ActivationCheckpointing, Full, checkpoint_blocks, estimate_memory
 from lightning_ckpt._compat import compiled_graphs
+from lightning_ckpt.cuda_choices import update_as_on_cuda
 from lightning_ckpt.fake_copy import CannotEstimate
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.recompute import checkpointed_forwards
@@ -83,6 +84,51 @@ def test_a_checkpointed_steps_peak_is_the_allocators_but_for_random_states(polic
     missing = real_peak(GPT_SPECIMEN, policy) - estimated(GPT_SPECIMEN, policy)[policy].peak
     assert missing % RANDOM_STATE == 0
     assert 0 <= missing <= 5 * RANDOM_STATE
+
+
+class Masked(nn.Module):
+    """A buffer that is read and never written to, larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("mask", torch.ones(2000, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.mask[: len(x)]).tanh()
+
+
+def test_a_buffer_that_nobody_writes_to_is_copied_once_as_in_a_real_step() -> None:
+    """Fake tensors have no values to compare, and none of them are taken for different: a replay needs no more."""
+    specimen = Specimen(
+        lambda: nn.Sequential(*[Masked() for _ in range(3)]),
+        lambda: torch.randn(32, 64),
+        lambda model, x: model(x).square().mean(),
+    )
+    missing = real_peak(specimen, "full") - estimated(specimen, "full")["full"].peak
+    assert 0 <= missing <= 4 * RANDOM_STATE
+
+
+class Graph(nn.Module):
+    """Message passing along a sparse matrix, which is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("adjacency", torch.eye(6).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.adjacency, self.layer(x)).relu()
+
+
+def test_sparse_buffers_are_passed_by(caplog: pytest.LogCaptureFixture) -> None:
+    """They have no memory of one piece to count, nor have operators on them a kernel to measure, which is said."""
+    specimen = Specimen(lambda: nn.Sequential(Graph(), Graph()), lambda: torch.randn(6, 8), lambda m, x: m(x).sum())
+    estimate = estimated(specimen, "none", None, workspaces="measure")
+    assert estimate["none"].parameters == 2 * (8 * 8 + 8) * 4
+    assert estimate["none"].buffers == 0
+    assert "aten._sparse_addmm" in estimate.uncounted
+    assert "the kernel of aten._sparse_addmm takes for itself is not counted: its tensors are sparse" in caplog.text
 
 
 class Fan(nn.Module):
@@ -246,6 +292,19 @@ def test_autocast_is_what_it_is_in_a_real_step(policy: str) -> None:
     assert mixed < single
 
 
+def test_a_table_that_is_no_buffer_keeps_its_dtype() -> None:
+    """A true precision converts what `Module.to` converts, whoever else holds tensors."""
+
+    class Tables(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("ours", torch.ones(1000))
+            self.own = torch.ones(1000)
+
+    step = estimate_memory(Tables(), torch.ones(2, 4), lambda m, x: m(x).sum(), policy="none", precision="bf16-true")
+    assert step["none"].buffers == (2 + 4) * 1000
+
+
 def test_ranks_divide_what_they_share() -> None:
     """Parameters, gradients and optimizer state; activations are each rank's own."""
     whole, shared = (estimated(GPT_SPECIMEN, "none", ranks=ranks)["none"] for ranks in (1, 4))
@@ -345,6 +404,21 @@ def test_on_cuda_sizes_are_whole_blocks_and_optimizers_take_all_parameters_at_on
     on_cpu, on_cuda = (estimated(tiny, "none", device=device)["none"] for device in ("cpu", "cuda"))
     assert all(part % 512 == 0 for part in (on_cuda.parameters, on_cuda.optimizer_state, on_cuda.peak))
     assert on_cuda.temporaries >= on_cuda.parameters > on_cpu.temporaries
+
+
+@pytest.mark.parametrize(
+    ("given", "foreach"),
+    [({}, True), ({"foreach": False}, False), ({"fused": True}, None), ({"differentiable": True}, None)],
+    ids=str,
+)
+def test_on_cuda_an_optimizer_that_has_chosen_is_left_as_it_is(given: dict[str, bool], foreach: bool | None) -> None:
+    """Only where PyTorch would choose does it take all parameters at once; one without the choice has none."""
+    optimizer = ADAMW([nn.Parameter(torch.ones(2))], **given)
+    update_as_on_cuda(optimizer)
+    assert optimizer.param_groups[0]["foreach"] is foreach
+    without = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
+    update_as_on_cuda(without)
+    assert "foreach" not in without.param_groups[0]
 
 
 def test_code_that_names_an_accelerator_runs() -> None:

@@ -1,8 +1,9 @@
 """FLOPs are counted exactly, replays apart, without changing a bit of what is computed, or not at all."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_ckpt import _compat
-from lightning_ckpt.flops import FORMULAS, FlopCounter, Flops, uncountable
+from lightning_ckpt._compat import FakeTensorMode
+from lightning_ckpt.flops import FORMULAS, FlopCounter, Flops, _format, uncountable
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.recompute import checkpoint_blocks
 from lightning_ckpt.replay_state import is_recomputing
@@ -36,6 +38,16 @@ def count(function: Callable[[], Tensor], is_replay: Callable[[], bool] = lambda
     assert flops is not None, counter.problem
     assert set(flops.model) | set(flops.replay) == {"fp32"}
     return flops.model["fp32"] / PRODUCT, flops.replay.get("fp32", 0) / PRODUCT
+
+
+@pytest.fixture
+def settings() -> Iterator[tuple[Any, Any]]:
+    """CUDA's precisions of products and of convolutions, which are put back."""
+    found = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [kernels.fp32_precision for kernels in found]
+    yield found
+    for kernels, setting in zip(found, before, strict=True):
+        kernels.fp32_precision = setting
 
 
 class TestCount:
@@ -80,6 +92,19 @@ class TestCount:
                 hidden = layer(torch.randn(64, 64))
             head(hidden.float())
         assert counter.result() == Flops({"bf16": PRODUCT, "fp32": PRODUCT}, {})
+
+    def test_on_cuda_float32_is_counted_as_its_kernels_setting_says(self, settings: tuple[Any, Any]) -> None:
+        """Products and convolutions have one each; formats of fewer bits, and the CPU, have none."""
+        formats = {"tf32": "tf32", "ieee": "fp32"}
+        with FakeTensorMode():
+            single, on_cpu = torch.empty(2, device="cuda"), torch.empty(2)
+            operands = (single, single.bfloat16(), on_cpu)
+        for chosen in (("tf32", "ieee"), ("ieee", "tf32")):
+            for kernels, setting in zip(settings, chosen, strict=True):
+                kernels.fp32_precision = setting
+            for operator, setting in zip((torch.ops.aten.addmm, torch.ops.aten.convolution), chosen, strict=True):
+                told = [_format(operator, (None, operand)) for operand in operands]
+                assert told == [formats[setting], "bf16", "fp32"]
 
     def test_stopped_counter_counts_nothing(self) -> None:
         """What runs while counting is off, such as an optimizer's own products, is not the model's."""

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 import equality
 from equality import Step, assert_equal, each_policy, trace, twins
@@ -212,10 +212,15 @@ WITH_AUTOGRAD_INSIDE = {"slope": _uses_the_slope, "forces": _forces, "test-time 
 
 
 @each_policy
+@pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("kind", WITH_AUTOGRAD_INSIDE)
-def test_a_block_may_differentiate_inside_its_forward(kind: str, policy: Any) -> None:
-    """Penalties, energies with forces, and an update at test time: `autograd.grad` and `backward` in forward."""
-    trains_as_plain(chain_of(WITH_AUTOGRAD_INSIDE[kind]), policy=policy)
+def test_a_block_may_differentiate_inside_its_forward(kind: str, early_stop: bool, policy: Any) -> None:
+    """Penalties, energies with forces, and an update at test time: `autograd.grad` and `backward` in forward.
+
+    A replay that does not stop early saves more than the forward had saved by then.
+    """
+    with set_checkpoint_early_stop(early_stop):
+        trains_as_plain(chain_of(WITH_AUTOGRAD_INSIDE[kind]), policy=policy)
 
 
 class _Cubic(torch.autograd.Function):
@@ -877,10 +882,11 @@ def test_a_copied_block_stacked_many_times_runs_each_its_own_weights() -> None:
     assert_same(gradients(stack), gradients(plain))
 
 
-def test_a_patched_model_exports_as_the_plain_one() -> None:
+@each_policy
+def test_a_patched_model_exports_as_the_plain_one(policy: Any) -> None:
     """`torch.export` and tracing, in evaluation mode, with gradients enabled and without."""
     ours, plain = twins(chain_of(lambda self, x: self.two(F.dropout(self.one(x).tanh(), training=self.training))))
-    checkpoint_blocks(ours, blocks="blocks.*")
+    checkpoint_blocks(ours, policy, blocks="blocks.*")
     x = rows()[0]
     expected = plain.eval()(x)
     for recorded in (True, False):

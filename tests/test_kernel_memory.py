@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_ckpt import estimate_memory, kernel_memory
 from lightning_ckpt._compat import FakeTensorMode, allocations_during
-from lightning_ckpt.fake_memory import Allocation, Layout
+from lightning_ckpt.fake_memory import Allocation, FakeMemory, Kind, Layout
 from lightning_ckpt.kernel_memory import KernelMemory, greedy
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.snapshot import RandomState
@@ -254,11 +254,13 @@ def _(x: Tensor) -> Tensor:
 
 
 def test_operators_that_are_not_pytorchs_own_are_not_run(caplog: pytest.LogCaptureFixture) -> None:
-    """One may send, write or wait; fake tensors promise that nothing happens."""
+    """One may send, write or wait; fake tensors promise that nothing happens. It is said once, whatever the shapes."""
     kernels = KernelMemory("cpu")
-    assert measured(torch.ops.lightning_ckpt_tests.twice.default, torch.Size([3]), kernels=kernels) is None
+    for size in (3, 4):
+        assert measured(torch.ops.lightning_ckpt_tests.twice.default, torch.Size([size]), kernels=kernels) is None
     assert kernels.left_out == {"lightning_ckpt_tests.twice"}
-    assert "none of PyTorch's own" in caplog.text
+    (line,) = caplog.messages
+    assert "none of PyTorch's own" in line
 
 
 def test_layouts_are_compared_by_shape_stride_dtype_and_sharing() -> None:
@@ -269,6 +271,22 @@ def test_layouts_are_compared_by_shape_stride_dtype_and_sharing() -> None:
     assert layouts == (None, layout)
     assert kernel_memory._layouts([given], [given], [given]) == (None,)
     assert kernel_memory._layouts([one.t()], [other], []) == (layout,)
+
+
+def test_results_that_fake_tensors_do_not_have_are_left_as_they_are() -> None:
+    """Where a kernel gives another number of results nobody knows which is which."""
+    one, other = torch.zeros(2, 3), torch.zeros(3, 2)
+    assert kernel_memory._layouts([one], [one, other], []) == ()
+
+
+def test_what_is_no_tensor_stays_in_its_place_among_results() -> None:
+    """Of a convolution's backward that is asked for one gradient of three, that one gets the layout it really has."""
+    operator, layout = ATEN.convolution_backward.default, Layout((4, 3, 3, 3), (27, 1, 9, 3), torch.float32)
+    kernels = {operator: Allocation(0, (layout,))}
+    with FakeMemory(born_as=lambda: Kind.BACKWARD, measure=lambda operator, *call: kernels.get(operator)):
+        given = torch.empty(1, 4, 8, 8), torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3), None
+        gradients = operator(*given, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False])
+    assert [None if gradient is None else gradient.stride() for gradient in gradients] == [None, layout.stride, None]
 
 
 def test_what_takes_much_is_named_where_nothing_is_measured() -> None:

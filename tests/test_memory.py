@@ -17,9 +17,11 @@ from lightning_ckpt import host_memory
 from lightning_ckpt.memory import (
     AcceleratorReader,
     AllocatorReader,
+    ExactHostReader,
     HostReader,
     Interval,
     MemoryReader,
+    _same_memory,
     reader_for,
     release_unused,
     use_reader,
@@ -100,6 +102,13 @@ class TestAllocatorReader:
         with reader:
             tensor_of(16)
         assert reader.peak() == 16
+
+    def test_left_twice_it_has_ended_once(self) -> None:
+        """Whoever closes what is closed already changes no figure."""
+        with AllocatorReader() as reader:
+            tensor_of(4096)
+        reader.__exit__(None, None, None)
+        assert reader.peak() == 4096
 
     def test_entering_twice_at_once_is_refused(self) -> None:
         """Nesting a reader in itself would double count; the error says what to do."""
@@ -288,6 +297,16 @@ class TestHostReader:
         assert reader.limit() is None
         assert reader.peak() > MIB
 
+    def test_a_system_that_tells_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without the module for the system's own call, as on Windows: an error says how to measure all the same."""
+        monkeypatch.setitem(sys.modules, "resource", None)
+        text = (
+            "does not tell the peak memory of a process; measure with a reader of your own: `with lightning_ckpt.memory"
+        )
+        with pytest.raises(OSError, match=text):
+            HostReader(proc=tmp_path / "none").peak()
+        assert host(tmp_path).peak() == 3000 * 1024
+
     @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs a Linux kernel's /proc")
     def test_follows_the_real_process(self) -> None:
         """64 MiB written and freed show in this interval's peak, and not in the next one's."""
@@ -305,6 +324,19 @@ class TestHostReader:
         limit = reader.limit()
         assert limit is not None
         assert limit > reader.current()
+
+
+def test_exact_bytes_come_on_top_of_what_is_resident(tmp_path: Path) -> None:
+    """What PyTorch allocates from the entry on is added to the host's figure of then; the limit is the host's."""
+    resident = host(tmp_path)
+    with ExactHostReader(resident) as reader:
+        (tmp_path / "proc/self/status").write_text("VmRSS:\t    1500 kB\n")
+        held = tensor_of(500)
+        tensor_of(300)
+        assert reader.peak() == 1000 * 1024 + held.nbytes + 300
+        reader.reset_peak()
+        assert reader.peak() == 1000 * 1024 + held.nbytes
+        assert reader.limit() == resident.limit() == 6500 * 1024
 
 
 class TestReaderFor:
@@ -356,6 +388,23 @@ def test_a_device_named_by_its_type_alone_is_the_current_one(monkeypatch: pytest
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 2 * MIB)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     assert [AcceleratorReader(name).limit() for name in ("cuda", "cuda:1", "cuda:3")] == [5 * MIB, 5 * MIB, 7.5 * MIB]
+
+
+def test_a_backend_that_does_not_tell_its_free_memory_has_no_limit() -> None:
+    """Metal's is one, and its module is there on any machine."""
+    assert AcceleratorReader("mps").limit() is None
+
+
+@pytest.mark.parametrize(
+    ("other", "same"), [("cuda:1", True), ("cuda", True), ("cuda:0", False), ("xpu:1", False), ("cpu", False)]
+)
+def test_readers_of_one_accelerator_read_the_same_memory(
+    other: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another reader of the device, also by its type alone; not another device, nor the host."""
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    reader = HostReader() if other == "cpu" else AcceleratorReader(other)
+    assert _same_memory(AcceleratorReader("cuda:1"), reader) is same
 
 
 @pytest.mark.gpu

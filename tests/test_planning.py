@@ -328,6 +328,14 @@ def bad(message: str, **changed: Any) -> Any:
             "phases[0].own=2 is no block: give an index into options, 0 to 1, or None",
             phases=[Phase("backward", 1, (0, 0), own=2)],
         ),
+        bad(
+            "phases[0].beyond=(0, 5) does not fit own=1: give one size an option of that block",
+            phases=[Phase("backward", 1, (0, 0), 1, (0, 5))],
+        ),
+        bad(
+            "phases[0].beyond=(0,) does not fit own=None: give one size an option of that block",
+            phases=[Phase("loss", 1, (0, 0), None, (0,))],
+        ),
     ],
 )
 def test_bad_input(changed: dict[str, Any], message: str) -> None:

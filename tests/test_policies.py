@@ -3,6 +3,7 @@
 import logging
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,6 +46,12 @@ def test_the_blocks_a_policy_chooses(policy: Any, count: int, chosen: list[int])
         ({"every": 0}, r"every=0.*whole number of at least 1"),
         ({"every": True}, r"every=True.*whole number"),
         ({"every": 1.5}, r"every=1\.5.*whole number"),
+        ({"segment_size": 0}, r"segment_size=0\): accepted are a whole number of at least 1, and \"sqrt\""),
+        ({"segment_size": "root"}, r"segment_size='root'\): accepted are"),
+        (
+            {"every": 2, "segment_size": 3},
+            r"every=2, segment_size=3\): blocks left alone .* no neighbours to join; give",
+        ),
         ({"every": 2, "select": 3}, r"every=2, select=3.*both choose blocks; give one"),
         ({"select": "first4"}, r"select='first4'.*accepted are \"first-4\""),
         ({"select": "first-0"}, r"chooses no block"),
@@ -121,12 +128,12 @@ def test_a_word_that_is_none_is_told_what_there_is(wrong: Any, text: str) -> Non
         resolve_policy(wrong)
 
 
-def _products_in_backward(policy: Any) -> int:
+def _products_in_backward(policy: Any, compiled: Callable[[nn.Module], Any] = lambda model: model) -> int:
     from test_recompute import MatrixProducts
 
     model = mlp()
     checkpoint_blocks(model, policy)
-    loss = model(torch.randn(64, 64, requires_grad=True)).sum()
+    loss = compiled(model)(torch.randn(64, 64, requires_grad=True)).sum()
     with MatrixProducts() as counted:
         loss.backward()
     return counted.count
@@ -138,6 +145,15 @@ def test_kept_operators_are_not_run_again() -> None:
     assert _products_in_backward(SelectiveOps(["aten.addmm"])) == 12
     assert _products_in_backward(SelectiveOps("attention")) == 15
     assert _products_in_backward("full") == 15
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at every tensor
+@pytest.mark.parametrize(("policy", "products"), [("full", 15), ("selective", 12)])
+def test_kept_operators_are_not_run_again_where_the_model_is_compiled(policy: str, products: int) -> None:
+    """The compiler is told of the same choice, and its backward has as many products."""
+    torch.compiler.reset()
+    assert _products_in_backward(policy, torch.compile(backend="aot_eager", fullgraph=True)) == products
+    torch.compiler.reset()
 
 
 def test_every_other_product_counts_forward_and_replay_apart() -> None:

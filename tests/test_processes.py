@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_ckpt.processes import Alone, Processes, _is_over, ranks_of
+from lightning_ckpt.processes import Alone, Processes, _is_over, is_first_rank, ranks_of
 from two_ranks import on_two_ranks
 
 
@@ -20,6 +21,18 @@ def test_one_process_agrees_with_itself() -> None:
     assert isinstance(ranks, Alone)
     assert (ranks.gather("a"), ranks.from_first("a"), ranks.most(3)) == (["a"], "a", 3)
     ranks.failed(ValueError())
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_the_first_rank_is_told_from_the_others(rank: int | None) -> None:
+    """A process without others is the first, too."""
+    if rank is not None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        assert is_first_rank() is (rank != 1)
+    finally:
+        if rank is not None:
+            dist.destroy_process_group()
 
 
 def _begin(rank: int, seconds: float = 60) -> Processes:
@@ -120,6 +133,24 @@ def test_a_rank_that_fails_right_after_a_call_has_done_its_part_in_it() -> None:
     one._who, one._rank, one._size, one._store, one._calls = "test", 0, 2, dist.HashStore(), 0
     one._store.set("failed", "rank 1 failed with ValueError: afterwards")
     one._wait(lambda: _EndsLate(None))
+
+
+class _NeverEnds(_DoneSince):
+    """A collective that a rank which has failed does not come to."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_call_that_a_failed_rank_does_not_come_to_is_given_up() -> None:
+    """Its note is there, and the call is not over: nobody waits any longer, and the note is the error."""
+    one = object.__new__(Processes)
+    one._who, one._rank, one._size, one._store, one._calls = "test", 0, 2, dist.HashStore(), 0
+    one._store.set("failed", "rank 1 failed with ValueError: before")
+    with pytest.raises(
+        RuntimeError, match=r"^test: rank 1 failed with ValueError: before\. Rank 0 waits for it no longer"
+    ):
+        one._wait(lambda: _NeverEnds(None))
 
 
 def test_a_failing_first_rank_stays_until_the_others_have_heard() -> None:

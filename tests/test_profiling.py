@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ckpt import find_blocks
+from lightning_ckpt import find_blocks, is_recomputing
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.policies import Full
 from lightning_ckpt.profiles import BlockProfile, Profile
@@ -280,6 +280,47 @@ def test_a_part_that_can_not_be_replayed_alone_is_no_option() -> None:
     profile = profile_blocks(model, lambda: model(torch.randn(4, 8)))
     assert all("body" not in [part.name for part in block.parts] for block in profile.blocks)
     assert all(block.kept_bytes > 0 for block in profile.blocks)
+
+
+def test_a_block_that_can_not_be_measured_is_replayed_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """It is left out, with its name and the reason, and the others are measured: nothing is said of their counters."""
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_recomputing():
+                raise ArithmeticError("not again")
+            return self.linear(x).tanh()
+
+    model = nn.Sequential(Residual(), Once(), Residual())
+    profile = profile_blocks(model, lambda: model(torch.randn(4, 8)), blocks="?")
+    assert [block.name for block in profile.blocks] == ["0", "2"]
+    assert caplog.messages == ["Block '1' can't be measured, so it is replayed whole: not again"]
+
+
+def test_a_block_that_differentiates_inside_and_throws_graphs_away_is_measured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it saves on the way is handed back to it, and what is gone by then does not have to be brought back."""
+
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear(x).exp()
+            place = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.linear(place).tanh().sum(), place)
+            return self.linear(x + force).tanh()
+
+    model = nn.Sequential(Forces(), Forces())
+    profile = profile_blocks(model, lambda: model(torch.randn(4, 8)), blocks="?", operators=False)
+    assert [block.name for block in profile.blocks] == ["0", "1"]
+    assert not caplog.messages
 
 
 def test_attributes_are_left_as_a_step_leaves_them() -> None:

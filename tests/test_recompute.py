@@ -1,12 +1,15 @@
 """What a checkpointed block is to everybody else: the block it was, cheaper in memory."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import gc
 import inspect
 import pickle
+import re
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -162,6 +165,16 @@ def test_a_graph_goes_backward_after_its_model_is_gone() -> None:
     loss().backward()
     assert weight is not None
     assert weight.grad is not None
+
+
+def test_a_forward_that_outlives_its_block_says_so() -> None:
+    """Whoever keeps it keeps no block: a call names the block that is gone."""
+    model = mlp()
+    checkpoint_blocks(model)
+    forward = model[1].forward
+    del model
+    with pytest.raises(ReferenceError, match=r"^the block '1', whose forward this is, has been freed$"):
+        forward(torch.randn(4, 64))
 
 
 def test_recomputed_tensors_die_with_the_step() -> None:
@@ -527,6 +540,40 @@ def test_an_input_changed_in_place_is_refused_by_name() -> None:
         model[0](x=torch.randn(4, 8))
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("default", [lambda: torch.device("meta"), lambda: default_dtype(torch.float64)])
+def test_the_defaults_of_the_forward_are_those_of_the_replay(default: Any) -> None:
+    """What new tensors are in a block, by a context that is over when backward runs, and is over afterwards."""
+
+    class Making(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            new = torch.empty(3)
+            return (self.layer(x) * (new.element_size() + new.is_meta)).tanh()
+
+    ours, plain = twins(lambda: nn.Sequential(Making(), Making()))
+    checkpoint_blocks(ours)
+    x = torch.randn(4, 8)
+    with default():
+        losses = [model(x).sum() for model in (ours, plain)]
+    for loss in losses:
+        loss.backward()
+    assert same(*([p.grad for p in model.parameters()] for model in (ours, plain)))
+    assert (torch.empty(0).device.type, torch.empty(0).dtype) == ("cpu", torch.float32)
+
+
 def test_rrelu_gets_right_gradients() -> None:
     """Early stop would replay it wrongly in silence, so it is off for that block alone."""
     ours, plain = twins(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.RReLU(0.1, 0.9)) for _ in range(2)]))
@@ -580,6 +627,16 @@ def test_a_wrong_argument_is_named_and_nothing_is_applied(wrong: Any, error: Any
     model = mlp()
     with pytest.raises(error, match=text):
         checkpoint_blocks(model, **wrong)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_values_are_compared_where_pytorch_can_digest_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release without the function for it is named, and the model is as it was."""
+    monkeypatch.delattr(torch, "hash_tensor", raising=False)
+    model = mlp()
+    text = rf'determinism_check="values" needs torch.hash_tensor, which PyTorch {re.escape(torch.__version__)} lacks'
+    with pytest.raises(ValueError, match=text):
+        checkpoint_blocks(model, determinism_check="values")
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 

@@ -6,7 +6,10 @@ from itertools import count, pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_ckpt import Full, SelectiveOps, checkpoint_blocks, replay_meter
 from lightning_ckpt.memory import AllocatorReader
@@ -104,6 +107,59 @@ def test_a_known_call_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> N
             seen.append(len(looks))
     assert 0 < seen[0] == seen[1] < seen[2] == seen[3]
     assert saved[0] == saved[1] == saved[3] == 2 * saved[2]
+
+
+def test_lengths_without_end_are_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When too many calls are known they are counted anew, to the same bytes."""
+    monkeypatch.setattr(replay_meter, "_MOST", 12 * 3)
+    model, saved = chain(square, nn.Tanh), {}
+    with checkpoint_blocks(model) as handle:
+        meter = metered(handle, model)
+        for size in (1, 2, 3, 4, 5, 6, 1):
+            model(torch.randn(size, 32)).sum().backward()
+            saved[size] = meter.take().saved
+            assert len(meter._known) <= 12 * 4
+    assert saved == {size: size * saved[1] for size in range(1, 7)}
+
+
+class Graph(nn.Module):
+    """Message passing along a sparse matrix, which autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        return torch.sparse.mm(adjacency, self.layer(x).tanh())
+
+
+def test_a_sparse_matrix_is_not_counted() -> None:
+    """It has no memory of one piece, and its owner holds it: what counts is what lies inside the block."""
+    block, adjacency = Graph(), torch.eye(64).to_sparse()
+    with checkpoint_blocks(nn.ModuleList([block]), blocks=Graph) as handle:
+        meter = metered(handle, block)
+        block(torch.randn(64, 32), adjacency).sum().backward()
+    assert meter.take().saved == 64 * 32 * 4
+
+
+def test_a_sharded_tensor_counts_by_the_shard_that_is_here() -> None:
+    """One of two has half of the rows, and half the bytes."""
+    batch, saved = torch.randn(8, 32), []
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for sharded in (False, True):
+            model = chain(square, nn.Tanh)
+            if sharded:
+                distribute_module(model, mesh)
+                batch = distribute_tensor(batch, mesh, [Shard(0)])
+            with checkpoint_blocks(model) as handle:
+                meter = metered(handle, model)
+                model(batch).sum().backward()
+                saved.append(meter.take().saved)
+    finally:
+        distributed.destroy_process_group()
+    assert saved == [8 * 32 * 4, 4 * 32 * 4]
 
 
 def test_what_never_goes_backward_is_forgotten() -> None:

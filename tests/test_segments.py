@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from equality import Replays, assert_equal, trace, twins
 from lightning_ckpt import Full, checkpoint_blocks
@@ -171,6 +171,34 @@ def test_a_cache_that_holds_results_of_the_segment_joins_nothing(caplog: pytest.
     assert equal_steps(ZOO["llama"].build, 3, step=caching, data=data) == [1, 1, 1]
     (line,) = caplog.messages
     assert line.startswith("Block 'model.layers.1' starts a segment of its own, though 3 were to span one: it takes ")
+
+
+def test_an_argument_that_can_not_be_looked_into_joins_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """An object of the user's own may hold results of the blocks before: single segments, and its class is named."""
+
+    class Schedule:
+        rate = 2.0
+
+    class Scheduled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, schedule: Schedule) -> Tensor:
+            return self.layer(x).tanh() * schedule.rate
+
+    class Scheduling(Loop):
+        def forward(self, x: Tensor) -> Tensor:
+            schedule = Schedule()
+            for block in self.blocks:
+                x = block(x, schedule)
+            return x
+
+    assert equal_steps(lambda: Scheduling([Scheduled() for _ in range(3)]), 3) == [1, 1, 1]
+    assert _lines(caplog) == [
+        "Block 'blocks.1' starts a segment of its own, though 3 were to span one: it takes a Schedule, which may hold "
+        "results of the segment"
+    ]
 
 
 # --- results used elsewhere ---
@@ -634,6 +662,54 @@ def test_a_caller_that_catches_an_exception_goes_on_without_the_block(instead: C
     assert_equal(trace(ours, rows(), mean_square), trace(plain, rows(), mean_square))
     assert [count.replays > 0 for count in counted] == [True, True, False, True, True]
     assert handle.report().segments[-1] == ("blocks.3", "blocks.4")
+
+
+def test_what_a_failed_block_has_left_can_not_be_replayed() -> None:
+    """A tensor that gets out of a forward that failed has a place of its own in no replay: an error, no garbage."""
+
+    class Leaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left = self.layer(x).tanh()
+            raise ValueError("no such token")
+
+    model = Loop([block(), Leaking()])
+    checkpoint_blocks(model, Full(segment_size=2), blocks="blocks.*")
+    with pytest.raises(ValueError, match="no such token"):
+        model(rows()[0])
+    with pytest.raises(CheckpointError, match="whose forward ended in an exception is needed in backward: what such a"):
+        model.blocks[1].left.sum().backward()
+
+
+def test_a_saved_tensor_that_another_hook_can_not_bring_back_is_its_own_error() -> None:
+    """What an outer hook raises, as one that offloads to a disk that is full, is not taken for a change in place."""
+
+    def lost(packed: Tensor) -> Tensor:
+        raise RuntimeError("the file is gone")
+
+    model = Loop(chain(2))
+    checkpoint_blocks(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lost):
+        loss = model(rows()[0]).sum()
+    with pytest.raises(RuntimeError, match=r"^the file is gone$"):
+        loss.backward()
+
+
+def test_inputs_are_watched_alike_where_pytorch_has_the_public_way_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a release without the direct way to save a tensor: equal steps, and an input changed in place is refused."""
+    monkeypatch.delattr(torch._C._autograd, "_make_saved_tensor", raising=False)
+    assert equal_steps(lambda: Loop(chain()), 3) == [3, 3]
+    model, x = Loop(chain(2)), rows()[0]
+    checkpoint_blocks(model)
+    loss = model(x).sum()
+    x.add_(1)
+    with pytest.raises(
+        CheckpointError, match=r"An input of block 'blocks\.0' was changed in place after the block ran"
+    ):
+        loss.backward()
 
 
 def test_nothing_is_joined_without_gradients() -> None:

@@ -56,6 +56,7 @@ class Model(nn.Module):
         self.counter, self.slotted = Counter(), Slotted()
         self.space, self.mapping = SimpleNamespace(seen=0), collections.UserDict({"seen": 0})
         self.rng, self.noise, self.dice = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.old_noise = np.random.RandomState(0)
         self.metric, self.auc = MeanMetric(), MetricCollection([BinaryAUROC()])
 
 
@@ -81,7 +82,7 @@ def spoil(model: Model) -> None:
     model.counter.sizes.append(2.0)
     model.slotted.spoil()
     model.space.seen, model.mapping["seen"] = 1, 1
-    torch.rand(1, generator=model.rng), model.noise.random(), model.dice.random()
+    torch.rand(1, generator=model.rng), model.noise.random(), model.dice.random(), model.old_noise.rand()
     model.metric.update(3.0)
     model.auc.update(torch.rand(4), torch.tensor([0, 1, 0, 1]))
     torch.rand(1), np.random.rand(), random.random()
@@ -93,11 +94,11 @@ def state(model: Model) -> dict[str, Any]:
     values = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
     others = {k: v for k, v in vars(model).items() if not k.startswith("_") and not isinstance(v, torch.Tensor)}
     metric = {k: v for k, v in vars(model.metric).items() if isinstance(v, int | bool | torch.Tensor)}
-    rng = [model.rng.get_state(), model.noise.bit_generator.state, model.dice.getstate()]
+    rng = [model.rng.get_state(), model.noise.bit_generator.state, model.dice.getstate(), model.old_noise.get_state()]
     return {
         "values": values | {"mask": model.mask.clone(), "loose": model.loose.clone()},
         "flags": [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()],
-        "others": repr({k: v for k, v in others.items() if k not in ("counter", "rng", "noise", "dice")}),
+        "others": repr({k: v for k, v in others.items() if k not in ("counter", "rng", "noise", "dice", "old_noise")}),
         "counter": repr(vars(model.counter)),
         "slotted": repr(model.slotted),
         "holders": repr((model.space, model.mapping)),
@@ -128,6 +129,22 @@ def test_everything_a_step_changes_comes_back(times: int) -> None:
     assert model.losses is losses
     assert not hasattr(model, "added")
     assert model.linear.weight.grad is None
+
+
+def test_a_result_that_is_kept_gets_its_values_back_and_stays_a_result() -> None:
+    """The hidden state of a step before, with the gradient it has retained and its place in the graph."""
+    layer = nn.Linear(3, 3)
+    layer.state = layer(torch.ones(1, 3))
+    layer.state.retain_grad()
+    layer.state.sum().backward()
+    before, slope, node = layer.state.detach().clone(), layer.state.grad, layer.state.grad_fn
+    snapshot = Snapshot([layer])
+    with torch.no_grad():
+        layer.state.mul_(2)
+    snapshot.restore()
+    assert torch.equal(layer.state, before)
+    assert layer.state.grad is slope
+    assert layer.state.grad_fn is node
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])

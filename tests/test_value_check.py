@@ -1,5 +1,6 @@
 """The value check: it names the block, the operator and the cause it can see, and passes what is clean."""
 
+import gc
 import logging
 import random
 import re
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 
 from equality import assert_equal, trace, twins
 from lightning_ckpt import Full, SelectiveOps, checkpoint_blocks, is_recomputing
+from lightning_ckpt.value_check import ValueCheck
 from zoo import GPT, ZOO
 
 
@@ -130,6 +132,58 @@ def test_a_cache_that_grew() -> None:
     assert "something grew that the block keeps or was given, such as a key-value cache" in said
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda later: torch.ones(8, dtype=torch.float64 if later else torch.float32), "autocast, or a dtype that the"),
+        (lambda later: torch.ones(1 if later else 8), "random numbers of Python or NumPy, or a global or an object"),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_a_result_of_another_kind(make: Callable[[bool], Tensor], text: str) -> None:
+    """A table made by a global: in another dtype, or smaller, which is no cache that grew."""
+    later = [False]
+    loss = run(chain(lambda self, y: y * make(later[0])))
+    then, now = ((made.dtype, tuple(made.shape)) for made in (make(False), make(True)))
+    later[0] = True
+    said = error_of(loss)
+    assert "gave {} of shape {}, and gives {} of shape {} now. ".format(*then, *now) in said
+    assert f"Likely cause: {text}" in said
+
+
+def test_a_replay_that_goes_on_after_the_forwards_last_operator() -> None:
+    """Seen where it does not stop early: what the forward did last, and what comes then."""
+    later = [False]
+
+    class Longer(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y.exp() if later[0] else y
+
+    with set_checkpoint_early_stop(False):
+        loss = run(nn.ModuleList([Block(), Longer()]), blocks=Block)
+    later[0] = True
+    assert error_of(loss).startswith(
+        "The replay of block '1' (Longer) differs from its forward: a tensor saved for backward, number 3, was the "
+        "forward's last, and the replay goes on with aten.exp.default. Likely cause: "
+    )
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_replay_that_ends_before_the_forward_did(seen: bool) -> None:
+    """It has run nothing that differs, and not all that backward needs; an attribute that changed is told of."""
+    short = [False]
+    model = chain(lambda self, y: y if short[0] or self.scale > 1 else self.layer(y.tanh()))
+    loss = run(model)
+    if seen:
+        model[1].scale = 3.0
+    short[0] = True
+    said = error_of(loss)
+    assert said.startswith("The replay of block '1' differs from its forward: it saved 3 tensors for backward instead ")
+    expected = "an attribute changed between forward and replay: 'scale' from 1.0 to 3.0." if seen else "something the"
+    assert f"Likely cause: {expected}" in said
+
+
 @pytest.mark.parametrize("mode", ["gradients", "autocast"])
 def test_a_mode_that_the_block_decides_on(mode: str) -> None:
     """Gradients or autocast switched by something outside: said before values are looked at."""
@@ -228,6 +282,39 @@ def test_a_second_backward_pass_is_checked_after_one_that_failed() -> None:
     assert "'scale' from 2.0 to 3.0" in error_of(loss)
 
 
+def test_a_backward_pass_inside_another_leaves_its_checks_alone() -> None:
+    """A hook that runs a pass of its own on the way: what was replayed before it is compared all the same."""
+    model = chain(lambda self, y: y * self.scale)
+    checkpoint_blocks(model, determinism_check="values")
+    x = torch.randn(4, 8)
+    inner, hidden = model[0](x).sum(), model[0](x)
+    hidden.register_hook(lambda slope: inner.backward())
+    loss = model[1](hidden).sum()
+    model[1].scale = 3.0
+    assert "'scale' from 1.0 to 3.0" in error_of(loss)
+
+
+def test_a_pass_that_fails_leaves_no_checks_behind() -> None:
+    """Those that waited for its end, with digests of every operator, go with its graph."""
+
+    def checks() -> int:
+        gc.collect()
+        return sum(type(thing) is ValueCheck for thing in gc.get_objects())
+
+    def fails(slope: Tensor) -> None:
+        raise ArithmeticError("on the way")
+
+    before = checks()
+    model = chain(lambda self, y: y)
+    checkpoint_blocks(model, determinism_check="values")
+    hidden = model[0](torch.randn(4, 8))
+    hidden.register_hook(fails)
+    with pytest.raises(ArithmeticError, match="on the way"):
+        model[1](hidden).sum().backward()
+    del hidden
+    assert checks() == before
+
+
 # --- what it passes ---
 
 
@@ -277,6 +364,16 @@ def test_the_flag_keeps_working() -> None:
 
     run(chain(after)).backward()
     assert seen == [1]
+
+
+def test_a_saved_tensor_may_be_looked_at_outside_of_backward() -> None:
+    """It is replayed as ever, nothing waits for an end that does not come, and the pass that follows is checked."""
+    model = chain(lambda self, y: y * self.scale)
+    checkpoint_blocks(model, determinism_check="values")
+    y = model[1](torch.randn(4, 8))
+    assert torch.equal(y.grad_fn._saved_result, y)
+    model[1].scale = 3.0
+    assert "'scale' from 1.0 to 3.0" in error_of(y.sum())
 
 
 def test_selective_results_are_compared_too() -> None:

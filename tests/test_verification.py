@@ -186,6 +186,12 @@ def test_what_can_not_be_verified_is_said(module: Any, batch: Any, loss: Any, te
         verify_gradients(module, batch, loss)
 
 
+def test_something_that_is_no_module_is_refused() -> None:
+    """The argument, the value, what is accepted."""
+    with pytest.raises(TypeError, match=r"^module=3: accepted is a torch\.nn\.Module$"):
+        verify_gradients(3, None)  # type: ignore[arg-type]
+
+
 def test_the_result_prints_as_a_table() -> None:
     """Worst first, at most ten rows, and how many there were."""
     result = verify_gradients(mlp(), torch.randn(2, 64), total)
@@ -195,6 +201,31 @@ def test_the_result_prints_as_a_table() -> None:
     assert "13 tensors of 3 checkpointed blocks and the rest: equal" in text
     assert "The worst 10 of 13" in text
     assert "gradient of 0.0.weight" in text
+
+
+def test_a_result_of_few_tensors_is_printed_whole() -> None:
+    """Nothing is left out, and nothing said of it."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(Verification((Comparison("loss", 0.2, 0.1),), ("0",)))
+    text = console.export_text()
+    assert "different, loss by up to 0.2" in text
+    assert "The worst" not in text
+
+
+def test_a_gradient_that_only_one_of_the_steps_has_is_infinitely_different() -> None:
+    """No tolerance is large enough for it; the error names it."""
+    steps = []
+
+    def forgetful(model: nn.Module, x: Tensor) -> Tensor:
+        steps.append(1)
+        return model(x).square().sum() + (model[0][0].scale.sum() if len(steps) == 1 else 0)
+
+    model = mlp()
+    model[0][0].scale = nn.Parameter(torch.ones(2))
+    result = verify_gradients(model, torch.randn(2, 64), forgetful, tolerance=1e9)
+    assert [c.name for c in result.comparisons if not c.equal] == ["gradient of 0.0.scale"]
+    with pytest.raises(AssertionError, match=r"1 of 14 tensors: gradient of 0\.0\.scale by up to inf"):
+        result.raise_if_different()
 
 
 def test_what_plain_runs_differ_by_is_allowed_four_times() -> None:
