@@ -79,9 +79,10 @@ class BudgetRun:
             return
         for news in told:
             self._tell(news)
-        if self._loop.plan is not self._logged:
-            self._logged = self._loop.plan
-            self._log_plan()
+        plan = self._loop.plan
+        if plan is not None and plan is not self._logged:
+            self._logged = plan
+            self._log_plan(plan)
 
     def close(self) -> None:
         self._loop.close()
@@ -102,11 +103,9 @@ class BudgetRun:
                 logger.log_metrics(news.figures(), step=step_axis(self._trainer))
 
     @rank_zero_only
-    def _log_plan(self) -> None:
-        if self._logged is None:
-            return
+    def _log_plan(self, plan: BudgetPlan) -> None:
         coverage = self._handle.report()
         blocks = [portion.name for portion in coverage.checkpointed]
-        config = {"policy": coverage.policy, "blocks": blocks, "plan": self._logged.summary()}
+        config = {"policy": coverage.policy, "blocks": blocks, "plan": plan.summary()}
         for logger in self._trainer.loggers:
             logger.log_hyperparams({"activation_checkpointing": config})

@@ -222,11 +222,10 @@ class Growing:
     def close(self) -> None:
         """Put back all that was replaced; the size stays."""
         self._undo()
-        if self._leaves():
-            plain = self.size
-            put_train_loaders(
-                self._trainer, lambda leaf: resized(leaf.loader, plain) if isinstance(leaf, GrowingLoader) else leaf
-            )
+        plain = self.size
+        put_train_loaders(
+            self._trainer, lambda leaf: resized(leaf.loader, plain) if isinstance(leaf, GrowingLoader) else leaf
+        )
         if self._counted:
             self._counted.remove()
 

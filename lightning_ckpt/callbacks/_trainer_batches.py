@@ -45,7 +45,9 @@ def recount_batches(trainer: Trainer, count: Callable[[Any, float], int | None],
         begins: whether an epoch begins, rather than goes on.
     """
     loop, fetcher, loaders = trainer.fit_loop, trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
-    if fetcher is None or loaders is None or fetcher.length is None or (fetcher.done and not begins):
+    if fetcher is None or loaders is None or loaders._iterator is None or fetcher.length is None:
+        return
+    if fetcher.done and not begins:
         return
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
@@ -54,8 +56,7 @@ def recount_batches(trainer: Trainer, count: Callable[[Any, float], int | None],
         counts = [count(leaf, limit) for leaf in loaders.flattened]
         before = loaders.limits or [float("inf")] * len(counts)
         loaders.limits = [b if c is None else c for b, c in zip(before, counts, strict=True)]
-    if loaders._iterator is not None:
-        loaders._iterator.limits = loaders.limits  # as they were when the pass began
+    loaders._iterator.limits = loaders.limits  # as they were when the pass began
     loop.max_batches = fetcher.length = len(loaders)
     _space_validations(trainer)
     _show_batches(trainer)
@@ -75,9 +76,9 @@ def batches_trained(trainer: Trainer) -> int:
 
 def _space_validations(trainer: Trainer) -> None:
     """As `setup_data` does; an interval that became longer than the epoch ends with it."""
-    batches, interval = trainer.fit_loop.max_batches, trainer.val_check_interval
     if getattr(trainer, "_val_check_time_interval", None) is not None or trainer.check_val_every_n_epoch is None:
         return
+    batches, interval = trainer.fit_loop.max_batches, trainer.val_check_interval  # no attribute where it is a time
     at = min(interval, batches) if isinstance(interval, int) else max(1, int(batches * interval))
     trainer.val_check_batch = at
 

@@ -140,7 +140,7 @@ class ActivationCheckpointing(Callback):
         if self._handle is None or not isinstance(policy, MemoryBudget):
             return
         if is_compiled_whole(pl_module) or all_compiled(pl_module, self._handle.blocks):
-            self._handle.remove()  # what is compiled chooses by itself
+            self._undo_blocks()  # what is compiled chooses by itself
             self._compiled_run = CompiledRun(trainer, pl_module, policy, self._ranks)
         elif not self._checks_values:
             self._plan(trainer, pl_module, policy)
@@ -196,7 +196,7 @@ class ActivationCheckpointing(Callback):
                 f"Every replayed value of {self.check_steps} batches was that of its forward; the check is off now."
             )
             policy = resolve_policy(self.policy)
-            if isinstance(policy, MemoryBudget) and self._compiled_run is None:
+            if isinstance(policy, MemoryBudget):
                 self._plan(trainer, pl_module, policy)
 
     def state_dict(self) -> dict[str, Any]:

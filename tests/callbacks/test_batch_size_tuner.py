@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -35,10 +36,12 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import MeanMetric
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner
+from lightning_ckpt.callbacks._global_batch import GlobalBatch
+from lightning_ckpt.callbacks._loaders import MOST_BATCHES
 from lightning_ckpt.callbacks._trials import Trials
-from lightning_ckpt.memory import AllocatorReader, use_reader
+from lightning_ckpt.memory import AllocatorReader, HostReader, use_reader
 from lightning_ckpt.search import NothingFits
-from sample_meter import MIB, SampleMeter, seen
+from sample_meter import MIB, SampleMeter, metered, seen
 
 SAMPLES = 400
 pytestmark = pytest.mark.usefixtures("quick_collection")
@@ -407,6 +410,9 @@ HANDED: dict[str, Callable[[int], Any]] = {
     "list": lambda size: CombinedLoader(
         [DataLoader(samples(), batch_size=size), DataLoader(samples(100), batch_size=size)], "max_size_cycle"
     ),
+    "beside batches": lambda size: CombinedLoader(
+        [DataLoader(samples(), batch_size=size), [samples(3)[:], samples(5)[:]]], "max_size_cycle"
+    ),
 }
 
 
@@ -431,6 +437,69 @@ def test_a_loader_handed_to_fit_is_replaced_by_one_of_the_new_size(
     assert_same(ours, plain)
     assert type(trainer.train_dataloader) is type(loader if not isinstance(loader, CombinedLoader) else [])
     assert getattr(loader, "batch_size", 8) in (8, None)  # the user's own object is as it was
+
+
+class Batches:
+    """A loader of the user's own: no DataLoader, and so asked for anew at each size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (samples()[at : at + self.size] for at in range(0, SAMPLES, self.size))
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // self.size)
+
+
+class OwnLoader(Net):
+    def train_dataloader(self) -> Any:
+        return Batches(self.batch_size)
+
+
+def test_a_loader_of_the_users_own_is_made_by_the_hook_for_each_size(meter: SampleMeter, tmp_path: Path) -> None:
+    """Nobody else could change its size; training is that with the size set by hand."""
+    torch.manual_seed(5)
+    first, second, tuner = OwnLoader(), OwnLoader(40), BatchSizeTuner()
+    second.load_state_dict(first.state_dict())
+    _, ours = run(first, [tuner], tmp_path / "a")
+    _, plain = run(second, [], tmp_path / "b")
+    assert tuner.batch_size == first.batch_size == 40
+    assert meter.sizes[: len(tuner.trials) + 1] == [2, *(trial.size for trial in tuner.trials)]
+    assert_same(ours, plain)
+
+
+class Rarely(OwnLoader):
+    """Steps its optimizer by itself, once in so many batches."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.automatic_optimization, self.every = False, every
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        if (batch_idx + 1) % self.every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("every", "loaders", "batches"),
+    [(3, None, 3), (16, None, 16), (100, DataLoader(samples(), batch_size=40), MOST_BATCHES)],
+    ids=["few", "data end before", "no step"],
+)
+def test_a_trial_takes_batches_until_the_module_has_stepped(
+    every: int, loaders: Any, batches: int, meter: SampleMeter, tmp_path: Path
+) -> None:
+    """Ten batches are all the data: they are read again, but a module that does not step is waited for no longer."""
+    tuner = BatchSizeTuner(init_val=40, max_val=40)
+    run(Rarely(every), [tuner], tmp_path, loaders=loaders, limit_train_batches=3, max_epochs=1)
+    assert [trial.size for trial in tuner.trials] == [40]
+    assert meter.sizes == [40] * (2 * batches + 3)  # a first step, the one that is measured, and training
 
 
 def test_what_a_loader_carries_is_carried_over(meter: SampleMeter, tmp_path: Path) -> None:
@@ -527,17 +596,21 @@ def test_a_batch_is_never_larger_than_the_data(drop_last: bool, tmp_path: Path) 
     assert trainer.global_step == 1
 
 
-def test_a_stream_bounds_the_size_by_what_it_holds(meter: SampleMeter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"init_val": 25, "stop_at_plateau": 0.05}], ids=["larger", "all at first"])
+def test_a_stream_bounds_the_size_by_what_it_holds(options: dict[str, Any], meter: SampleMeter, tmp_path: Path) -> None:
+    """All that it holds is a size to try, once, however much memory there is."""
+
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(samples(25))
 
-    tuner = BatchSizeTuner()
+    tuner = BatchSizeTuner(**options)
     meter.curve = lambda size: 10
     module = Plateau()
     run(module, [tuner], tmp_path, loaders=DataLoader(Stream(), batch_size=8))
     assert tuner.batch_size == 25
     assert max(meter.sizes) == 25
+    assert [trial.size for trial in tuner.trials] == [25]
 
 
 def test_max_val_is_tried_and_not_passed(meter: SampleMeter, tmp_path: Path) -> None:
@@ -674,6 +747,24 @@ def test_nothing_fits(meter: SampleMeter, tmp_path: Path) -> None:
     assert module.batch_size == 8
 
 
+def test_a_size_found_on_the_class_is_not_left_on_the_object(meter: SampleMeter, tmp_path: Path) -> None:
+    """After a search that failed, of the module and of the datamodule."""
+
+    class OfClass(Limited):
+        batch_size = 8
+
+    class DataOfClass(Data):
+        batch_size = 8
+
+    meter.curve = lambda size: 2048
+    module, data = OfClass(1), DataOfClass()
+    del module.batch_size, data.batch_size
+    with pytest.raises(NothingFits):
+        run(module, [BatchSizeTuner()], tmp_path, datamodule=data)
+    assert 1 in meter.sizes
+    assert not {"batch_size"} & (vars(module).keys() | vars(data).keys())
+
+
 def test_nothing_fits_because_memory_runs_out_at_one(meter: SampleMeter, tmp_path: Path) -> None:
     with pytest.raises(NothingFits, match="batch size of 1 fits: its step ran out of memory after reaching 1020 MiB"):
         run(Limited(0), [BatchSizeTuner()], tmp_path)
@@ -734,6 +825,58 @@ def test_a_resumed_run_uses_the_saved_size_after_one_trial(meter: SampleMeter, t
     assert tuner.batch_size == 40
     assert [trial.size for trial in tuner.trials] == [40, 40]
     assert_same(*results)
+
+
+class Late(SingleDeviceStrategy):
+    """Loads a checkpoint once the model is set up, as strategies that shard it do."""
+
+    restore_checkpoint_after_setup = True  # type: ignore[assignment]
+
+
+def test_a_size_that_is_settled_when_a_checkpoint_is_loaded_stays(meter: SampleMeter, tmp_path: Path) -> None:
+    """The search comes first under such a strategy, and what it found is of this run's memory."""
+    started, _ = run(Plateau(), [BatchSizeTuner()], tmp_path / "a", max_epochs=1)
+    started.save_checkpoint(tmp_path / "half.ckpt")
+    meter.curve = lambda size: 1000 + 40 * size
+    tuner, module = BatchSizeTuner(), Plateau()
+    run(module, [tuner], tmp_path / "b", ckpt_path=tmp_path / "half.ckpt", strategy=Late("cpu"))
+    assert tuner.batch_size == module.batch_size == 20
+    assert 40 not in [trial.size for trial in tuner.trials if trial.outcome == "fits"]
+    assert set(meter.sizes[-3:]) == {20}
+
+
+class InItsOwnWay(SingleDeviceStrategy):
+    """Makes its optimizers by no method that anybody could notice."""
+
+    def setup(self, trainer: Any) -> None:
+        assert self.model is not None
+        self.model_to_device()
+        SingleDeviceStrategy.setup_optimizers(self, trainer)
+        self.setup_precision_plugin()
+
+
+def test_a_strategy_that_makes_optimizers_in_its_own_way_makes_them_again(meter: SampleMeter, tmp_path: Path) -> None:
+    """A rate that follows the size is that of the settled one."""
+    tuned, tuner = ByRate(), BatchSizeTuner()
+    trainer, _ = run(tuned, [tuner], tmp_path, strategy=InItsOwnWay("cpu"))
+    assert tuner.batch_size == 40
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.04)
+
+
+class Draws(Callback):
+    """Draws random numbers after the optimizers were made, and before the trials."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.rand(7)
+
+
+def test_what_others_draw_before_the_trials_stays_drawn(meter: SampleMeter, tmp_path: Path) -> None:
+    """Training has the random numbers that come after theirs, as with the size set by hand."""
+    left = []
+    for size, callbacks in ((8, [Draws(), BatchSizeTuner()]), (40, [Draws()])):
+        torch.manual_seed(5)
+        left.append(run(Net(size), callbacks, tmp_path / str(size))[1])
+    assert_same(*left)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -876,12 +1019,24 @@ def test_what_a_constant_number_of_samples_does_not_go_with_is_said(
         run(module(), [BatchSizeTuner(global_batch_size=samples), *callbacks], tmp_path, **options)
 
 
-def test_validation_test_and_fast_dev_run_are_left_alone(meter: SampleMeter, tmp_path: Path) -> None:
-    tuner, module = BatchSizeTuner(), Net()
+def test_samples_that_can_not_be_shared_out_among_ranks_are_refused() -> None:
+    """Before any of them trains."""
+    two = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    with pytest.raises(
+        MisconfigurationException, match=r"BatchSizeTuner\(global_batch_size=7\) can't be divided among 2 processes"
+    ):
+        GlobalBatch(two, Net(), 7)
+
+
+@pytest.mark.parametrize("mode", ["search", "grow"])
+def test_validation_test_and_fast_dev_run_are_left_alone(mode: Any, meter: SampleMeter, tmp_path: Path) -> None:
+    """No trial, the size as it was, and nothing for a checkpoint."""
+    tuner, module = BatchSizeTuner(mode), Net()
     run(module, [tuner], tmp_path, fast_dev_run=True)
     trainer = Trainer(callbacks=[tuner], logger=False, enable_checkpointing=False, accelerator="cpu", devices=1)
     trainer.validate(module, DataLoader(samples(32), batch_size=16), verbose=False)
     assert tuner.trials == []
+    assert tuner.state_dict() == {}
     assert module.batch_size == 8
 
 
@@ -1010,6 +1165,52 @@ def test_sixteen_bit_precision_keeps_its_scale(meter: SampleMeter, tmp_path: Pat
         _, left = run(Plateau(size), callbacks, tmp_path / str(size), plugins=[precision])
         results.append(left | {"scale": scaler.state_dict()})
     assert_same(*results)
+
+
+def test_a_step_that_the_gradient_scaler_never_takes_is_given_up(meter: SampleMeter, tmp_path: Path) -> None:
+    """Gradients that are finite at no scale: so many batches for the first step, as many for the one measured."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    class Broken(ByRate):
+        def loss(self, batch: Sequence[Tensor]) -> Tensor:
+            return super().loss(batch) * math.nan
+
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    tuner = BatchSizeTuner(init_val=4, max_val=4)
+    run(Broken(), [tuner], tmp_path, plugins=[precision], limit_train_batches=3, max_epochs=1)
+    assert meter.sizes == [4] * (2 * MOST_BATCHES + 3)
+
+
+class Resident(SampleMeter, HostReader):
+    """A host's resident size: of the same step it is larger each time, by `creeps`."""
+
+    def __init__(self, creeps: float) -> None:
+        SampleMeter.__init__(self)
+        self.creeps, self.steps = creeps, 0
+
+    def __del__(self) -> None:
+        """Nothing of the kernel's is open."""
+
+    def see(self, size: int) -> None:
+        super().see(size)
+        self.steps += 1
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        self.steps = 0
+
+    def peak(self) -> int:
+        return int(super().peak() * self.creeps ** max(self.steps - 1, 0))
+
+
+@pytest.mark.parametrize(("creeps", "steps"), [(1.0, 1), (1.02, 4)])
+def test_a_resident_size_is_followed_while_it_grows_and_not_for_ever(creeps: float, steps: int, tmp_path: Path) -> None:
+    """Where it decides: one step more shows that it rests; four that each take two hundredths more are enough."""
+    tuner = BatchSizeTuner(init_val=25, max_val=25, memory_limit="2000MiB")
+    with metered(Resident(creeps)) as meter:
+        run(Plateau(), [tuner], tmp_path, limit_train_batches=3, max_epochs=1)
+    assert meter.sizes == [25] * (2 + steps + 3)  # a first step, the measured one, those that follow, and training
+    assert [trial.peak for trial in tuner.trials] == [pytest.approx(1500 * MIB * creeps**steps, rel=1e-3)]
 
 
 @pytest.mark.slow

@@ -2,14 +2,18 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_ckpt import ActivationCheckpointing, Full, MemoryBudget
+from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, Full, MemoryBudget
+from lightning_ckpt.memory import AllocatorReader, use_reader
 from modules import Language, fit
 from zoo import GPT
 
@@ -80,7 +84,51 @@ def test_compiled_training_is_the_plain_compiled_training(policy: Any, how: str)
         fit(compiled(module, how), callbacks, limit_val_batches=0)
         for module, callbacks in ((ours, [checkpointing, noting]), (plain, []))
     )
-    assert noting.share < 1 if isinstance(policy, MemoryBudget) else noting.blocks == 3
+    budget = isinstance(policy, MemoryBudget)
+    assert (noting.share < 1, noting.blocks) == (budget, 0 if budget else 3)
     assert left.keys() == expected.keys()
     for name in left.keys() - {"random state"}:
         torch.testing.assert_close(left[name], expected[name], rtol=0, atol=1e-6)
+
+
+def test_the_compilers_share_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To every logger, with the policy; of replayed values nothing is said, since none was compared."""
+    logger = CSVLogger(tmp_path)
+    policy = MemoryBudget("100KiB")
+    checkpointing = ActivationCheckpointing(policy, determinism_check="values", check_steps=2, monitor=False)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(compiled(Silent(), "by block"), [checkpointing], limit_val_batches=0, logger=logger)
+    written = yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text())["activation_checkpointing"]
+    assert written["policy"] == str(policy)
+    assert 0 <= written["activation_memory_budget"] < 1
+    assert f"activation_memory_budget={written['activation_memory_budget']:.3f} while training" in caplog.text
+    assert "Every replayed value" not in caplog.text
+
+
+def test_a_run_that_ends_before_its_first_batch_leaves_the_compiler_alone() -> None:
+    """Nothing was told to it yet, so there is nothing to take back."""
+
+    class Fails(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            raise ZeroDivisionError
+
+    torch._functorch.config.activation_memory_budget = 0.75
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fit(
+                compiled(Silent(), "by block"),
+                [ActivationCheckpointing(MemoryBudget("100KiB"), monitor=False), Fails()],
+            )
+        assert torch._functorch.config.activation_memory_budget == 0.75
+    finally:
+        torch._functorch.config.activation_memory_budget = 1.0
+
+
+def test_a_batch_size_is_found_without_a_plan() -> None:
+    """Of a compiled model the compiler chooses, so that no size is tried under a plan."""
+    checkpointing = ActivationCheckpointing(MemoryBudget(0.9), monitor=False)
+    noting, tuner = Noting(checkpointing), BatchSizeTuner(init_val=8, max_val=8)
+    with AllocatorReader(limit=2**30) as reader, use_reader(reader):
+        fit(compiled(Silent(), "by block"), [checkpointing, tuner, noting], limit_val_batches=0)
+    assert [(trial.size, trial.outcome) for trial in tuner.trials] == [(8, "fits")]
+    assert noting.blocks == 0

@@ -131,6 +131,13 @@ def test_kinds_are_told_across_distributions() -> None:
     assert of(lightning.pytorch.Trainer(barebones=True, accelerator="cpu"), CSVLogger) is CSVLogger
 
 
+def test_a_kind_that_the_other_does_not_have_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another version, which may have moved its class, or not have it yet."""
+    monkeypatch.delattr("pytorch_lightning.loggers.wandb.WandbLogger")
+    assert is_a(WandbLogger(offline=True), WandbLogger)
+    assert not is_a(other.loggers.CSVLogger("."), WandbLogger)
+
+
 @pytest.mark.slow
 def test_a_module_of_the_other_is_measured_and_examined() -> None:
     """The command line trains it with a Trainer of its own distribution."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner
-from lightning_ckpt.callbacks import _searching
+from lightning_ckpt.callbacks import _first_jump, _searching
 from lightning_ckpt.callbacks._trials import Trial
 from lightning_ckpt.memory import AllocatorReader, use_reader
 from modules import is_estimated, trainer
@@ -109,6 +109,18 @@ def test_where_it_can_not_trials_alone_settle(make: Callable[[], Text], monkeypa
     ours, theirs = search(make)[0], without_a_jump(monkeypatch, make)[0]
     assert len(ours.trials) > 1
     assert [t.size for t in ours.trials] == [t.size for t in theirs.trials]
+
+
+def test_an_estimate_that_takes_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trials alone settle then, and the log says why."""
+    theirs = without_a_jump(monkeypatch, Text)[0]
+    monkeypatch.setattr(_first_jump, "_MOST_SECONDS", 0)
+    with caplog.at_level("DEBUG", logger=_first_jump.__name__):
+        ours = search(Text)[0]
+    assert [t.size for t in ours.trials] == [t.size for t in theirs.trials]
+    assert "The first jump is not estimated: it took more than 0 s" in caplog.text
 
 
 def test_data_that_end_before_memory_does_are_enough() -> None:

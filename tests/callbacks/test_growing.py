@@ -1,13 +1,16 @@
 """Growing the batch size while training: which samples are seen, which sizes they come in, and what is left behind."""
 
 import contextlib
+import copy
 import csv
 import itertools
 import logging
 import math
+import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -38,6 +41,7 @@ from torch.utils.data import (
 )
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, StepMonitor
+from lightning_ckpt.callbacks._growing_loader import GrowingLoader
 from lightning_ckpt.memory import AllocatorReader, use_reader
 from sample_meter import MIB, SampleMeter, metered, seen
 from two_ranks import on_two_ranks
@@ -212,6 +216,21 @@ def test_a_given_distributed_sampler_keeps_its_share_and_its_epochs(meter: Sampl
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_of_a_stream_too_what_is_dropped_is_less_than_a_batch(workers: int, meter: SampleMeter, tmp_path: Path) -> None:
+    """Nobody knows its length, so that a larger batch than what is left is begun; it is not given."""
+    module = Net()
+    run(
+        module, [BatchSizeTuner(mode="grow")], tmp_path, max_epochs=3,
+        loaders=DataLoader(Stream(70), batch_size=8, drop_last=True, num_workers=workers),
+    )  # fmt: skip
+    assert [[len(rows) for rows in module.of_epoch(epoch)] for epoch in range(3)] == [
+        [2, 2, 2, 4, 4, 4, 40],
+        [40],
+        [40],
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_dropped_is_less_than_a_batch(workers: int, meter: SampleMeter, tmp_path: Path) -> None:
     """Where a larger batch would not fill, the epoch ends with batches of the size before."""
     module = Net()
@@ -247,6 +266,44 @@ def test_several_loaders_grow_together(mode: Any, meter: SampleMeter, tmp_path: 
     first = len(module.of_epoch(0))
     assert [at for at, last in enumerate(module.last) if last] == [first - 1, len(module.seen) - 1]
     assert [leaf.batch_size for leaf in loaders.flattened] == [8, 8]
+
+
+def test_a_loader_read_a_second_time_has_the_batches_of_the_first() -> None:
+    """A short loader of several is begun again within the epoch: what it drops is no batch at a smaller size either."""
+    ours = GrowingLoader(loader(11, drop_last=True), 4)
+    assert [len(rows) for _, rows in ours] == [4, 4]
+    assert len(next(iter(ours))[1]) == 4
+    ours.resize(3)
+    assert len(ours) == 2
+    ours.end_epoch()
+    assert len(ours) == 3
+
+
+def test_a_copy_of_a_growing_loader_gives_its_batches() -> None:
+    """Code that copies the trainer's loader gets one that stands by itself."""
+    ours = GrowingLoader(loader(10, shuffle=False), 4)
+    theirs = copy.deepcopy(ours)
+    theirs.resize(5)
+    assert [rows.tolist() for _, rows in theirs] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [rows.tolist() for _, rows in ours] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_workers_have_the_random_numbers_that_lightning_gives_them(
+    meter: SampleMeter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With `seed_everything(workers=True)`: those of a run without the tuner, at one size."""
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+
+    class Noisy(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return self.values[index], random.random()
+
+    given = []
+    for callbacks in ([BatchSizeTuner(mode="grow", init_val=8, max_val=8)], []):
+        module = Net()
+        run(module, callbacks, tmp_path / str(len(callbacks)), loaders=DataLoader(Noisy(64), 8, num_workers=2))
+        given.append(module.seen)
+    assert given[0] == given[1]
 
 
 CURVES: dict[str, tuple[Callable[[int], float], int]] = {
@@ -310,6 +367,24 @@ def test_a_later_peak_into_the_headroom_shrinks_the_very_next_batch(
         "BatchSizeTuner: a step with batches of 40 samples peaked at 2.227 GiB, and it may use 1.758 GiB, of 1.953 GiB "
         "less the headroom: from the next step on the batch size is 25"
     ]
+
+
+def test_an_epoch_that_was_told_to_end_ends_whatever_its_last_batch_peaked_at(
+    meter: SampleMeter, tmp_path: Path
+) -> None:
+    """What is left of the data would make a batch of the smaller size; it is dropped, as announced, and validated."""
+
+    class Longer(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.trainer.current_epoch == 1:
+                meter.curve = lambda size: 1000 + 32 * size
+            return super().training_step(batch, batch_idx)
+
+    module = Longer()
+    run(module, [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(78, drop_last=True), max_epochs=3)
+    assert module.sizes == [2, 2, 4, 4, 40, 40, 25, 25, 25]
+    assert [at for at, last in enumerate(module.last) if last] == [4, 5, 8]
+    assert [int(row["step"]) for row in rows(tmp_path, "val_loss")] == [4, 5, 8]
 
 
 def test_a_resumed_run_shrinks_by_as_much_at_once(meter: SampleMeter, tmp_path: Path) -> None:
@@ -410,18 +485,23 @@ def test_schedules_step_with_the_global_batch(meter: SampleMeter, tmp_path: Path
 
 
 def rows(folder: Path, key: str = "loss") -> list[dict[str, str]]:
-    return [row for row in csv.DictReader((folder / "metrics.csv").read_text().splitlines()) if row[key]]
+    return [row for row in csv.DictReader((folder / "metrics.csv").read_text().splitlines()) if row.get(key)]
 
 
 @pytest.mark.parametrize(
     ("options", "validations"),
-    [({}, [13, 23]), ({"val_check_interval": 0.5}, [6, 13, 18, 23]), ({"val_check_interval": 5}, [4, 9, 18, 23])],
-    ids=["epoch", "half", "batches"],
+    [
+        ({}, [13, 23]),
+        ({"val_check_interval": 0.5}, [6, 13, 18, 23]),
+        ({"val_check_interval": 5}, [4, 9, 18, 23]),
+        ({"val_check_interval": 17, "check_val_every_n_epoch": None}, [16]),
+    ],
+    ids=["epoch", "half", "batches", "batches of all epochs"],
 )
 def test_validation_checkpoints_and_rows_come_as_usual(
     options: dict[str, Any], validations: list[int], meter: SampleMeter, tmp_path: Path
 ) -> None:
-    """One row a step, none missing; validation in the middle and at the end of epochs of 14 and 10 batches."""
+    """One row a step, none missing; validation within epochs of 14 and 10 batches, at their ends, or by neither."""
     module = Net()
     saver = ModelCheckpoint(tmp_path / "files", monitor="val_loss", save_top_k=-1)
     others = [saver, EarlyStopping("val_loss", patience=9), StepMonitor()]
@@ -430,6 +510,20 @@ def test_validation_checkpoints_and_rows_come_as_usual(
     assert [int(row["step"]) for row in rows(tmp_path, "val_loss")] == validations
     assert len(list((tmp_path / "files").glob("*.ckpt"))) == len(validations)
     assert [int(row["step"]) for row in rows(tmp_path, "batch_size/per_device")] == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("interval", "validations"),
+    [({"days": 1}, []), (timedelta(microseconds=1), list(range(24)))],
+    ids=["long", "short"],
+)
+def test_validation_by_the_clock_is_left_to_it(
+    interval: Any, validations: list[int], meter: SampleMeter, tmp_path: Path
+) -> None:
+    """However many batches an epoch has come to."""
+    run(Net(), [BatchSizeTuner(mode="grow")], tmp_path, loaders=loader(), val_check_interval=interval)
+    assert [int(row["step"]) for row in rows(tmp_path)] == list(range(24))
+    assert [int(row["step"]) for row in rows(tmp_path, "val_loss")] == validations
 
 
 def test_an_interval_of_validation_longer_than_the_epoch_has_become_ends_with_it(
@@ -499,8 +593,19 @@ class Save(Callback):
             trainer.save_checkpoint(self.file)
 
 
+SEEDS = itertools.count()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [loader, lambda **options: DataLoader(Stream(), batch_size=8, **options)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        loader,
+        lambda **options: loader(generator=torch.Generator().manual_seed(next(SEEDS)), **options),
+        lambda **options: DataLoader(Stream(), batch_size=8, **options),
+    ],
+    ids=["indices", "own generator", "stream"],
+)
 @pytest.mark.parametrize("every", [3, 9])
 def test_a_run_resumed_within_an_epoch_goes_on_with_what_was_not_seen(
     every: int, make: Callable[..., Any], workers: int, meter: SampleMeter, tmp_path: Path
@@ -521,6 +626,33 @@ def test_a_run_resumed_within_an_epoch_goes_on_with_what_was_not_seen(
     assert trainer.global_step == every + len(second.seen)
 
 
+class Late(SingleDeviceStrategy):
+    """Loads a checkpoint once the model is set up, as strategies that shard it do."""
+
+    restore_checkpoint_after_setup = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("every", [3, 9])
+def test_loaders_that_are_there_before_the_checkpoint_go_on_too(every: int, meter: SampleMeter, tmp_path: Path) -> None:
+    """A schedule asks for the number of batches, which loads the loaders; the strategy loads the checkpoint later."""
+
+    class Planned(Net):
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    file, first, second = tmp_path / "file.ckpt", Planned(), Planned()
+    for module, callbacks, resumed in ((first, [Save(file, every)], None), (second, [], file)):
+        tuner = BatchSizeTuner(mode="grow")
+        run(
+            module, [tuner, *callbacks], tmp_path / str(resumed is None), loaders=loader(), ckpt_path=resumed,
+            strategy=Late("cpu"),
+        )  # fmt: skip
+    del first.seen[every:]
+    assert sorted(flat(first.of_epoch(0)) + flat(second.of_epoch(0))) == list(range(SAMPLES))
+    assert second.sizes[0] == (2 if every == 3 else 40)
+
+
 def test_a_batch_that_failed_is_seen_by_the_resumed_run(meter: SampleMeter, tmp_path: Path) -> None:
     """The checkpoint of an exception counts what training was done with."""
 
@@ -539,7 +671,15 @@ def test_a_batch_that_failed_is_seen_by_the_resumed_run(meter: SampleMeter, tmp_
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 24}], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_epochs": 2},
+        {"max_epochs": -1, "max_steps": 24},
+        {"max_epochs": 2, "val_check_interval": 7, "check_val_every_n_epoch": None},
+    ],
+    ids=["epochs", "steps", "validation by batches of all epochs"],
+)
 def test_a_run_resumed_where_an_epoch_was_over_begins_the_next(
     hook: str, limits: dict[str, Any], meter: SampleMeter, tmp_path: Path
 ) -> None:
@@ -617,19 +757,24 @@ def test_the_size_is_written_everywhere_it_lives_and_logged(meter: SampleMeter, 
 
     class Reads(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            read.append((self.batch_size, data.hparams["batch_size"]))
+            used: Any = self.trainer.train_dataloader
+            read.append((self.batch_size, data.hparams["batch_size"], used.batch_size))
             return super().training_step(batch, batch_idx)
 
-    read: list[tuple[int, int]] = []
+    read: list[tuple[int, int, int]] = []
     module, data = Reads(), DataByHyperparameter()
     trainer = run(module, [BatchSizeTuner(mode="grow")], tmp_path, datamodule=data, max_epochs=1)
-    assert read[:7] == [(2, 2), (2, 2), (4, 4), (4, 4), (40, 40), (40, 40), (40, 40)]
+    assert read[:7] == [(size, size, size) for size in (2, 2, 4, 4, 40, 40, 40)]
     assert trainer.logger.experiment.hparams["batch_size"] == 40  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ends", ["well", "with an error"])
+@pytest.mark.parametrize("ends", ["well", "with an error", "before it began"])
 def test_everything_replaced_is_put_back(ends: str, meter: SampleMeter, tmp_path: Path) -> None:
     class Fails(Net):
+        def on_fit_start(self) -> None:
+            if ends == "before it began":
+                raise ValueError("mine")
+
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if ends == "with an error" and len(self.seen) == 8:
                 raise ValueError("mine")
@@ -649,11 +794,14 @@ def test_everything_replaced_is_put_back(ends: str, meter: SampleMeter, tmp_path
     assert "process_dataloader" not in vars(trainer.strategy)
     assert "_accumulated_batches_reached" not in vars(trainer.fit_loop.epoch_loop)
     assert trainer.accumulate_grad_batches == 1
-    used: Any = trainer.train_dataloader
-    assert type(used) is DataLoader
-    assert used.dataset is data.dataset
     assert data.batch_size == 8
     assert not torch.multiprocessing.active_children()
+    used: Any = trainer.train_dataloader
+    if ends == "before it began":
+        assert used is None
+    else:
+        assert type(used) is DataLoader
+        assert used.dataset is data.dataset
 
 
 def test_running_out_of_memory_in_a_real_step_is_said_and_resumed_below(

@@ -2,16 +2,18 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import ActivationCheckpointing, StepMonitor
 from lightning_ckpt.callbacks import _memory_snapshot
+from lightning_ckpt.callbacks._oom_report import Failure, OutOfMemoryReport, tell
 from lightning_ckpt.memory import GIB, use_reader
 from lightning_ckpt.sizes import format_size
 from recording import Meter, Module, Rowed, Samples, trainer
@@ -116,6 +118,56 @@ def test_a_step_that_can_not_be_estimated(capsys: pytest.CaptureFixture[str]) ->
     assert "What helps beside checkpointing: a smaller micro-batch" in report
 
 
+class Single(Module):
+    """A model in which no block repeats."""
+
+    def on_after_backward(self) -> None:
+        raise OOM
+
+
+class AfterItsStep(Deep):
+    """Runs out of memory where it works on no batch."""
+
+    def on_after_backward(self) -> None:
+        """All is well."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise OOM
+
+
+@pytest.mark.parametrize(
+    ("module", "there", "not_there"),
+    [
+        (Single, ["Held by", "What would help"], ["Largest blocks"]),
+        (
+            AfterItsStep,
+            ["Largest blocks", "What would help can't be estimated: the batch is not known"],
+            ["What would help; the step"],
+        ),
+    ],
+)
+def test_a_report_has_what_is_known(
+    module: type[Module], there: list[str], not_there: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No table of blocks where there are none, no estimate where there was no batch; the rest is told."""
+    with pytest.raises(torch.OutOfMemoryError):
+        run(module(), StepMonitor())
+    report = " ".join(capsys.readouterr().err.split())
+    assert all(words in report for words in there)
+    assert not any(words in report for words in not_there)
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(1, ""), (2, "Rank 0 ran out of memory:")])
+def test_of_several_ranks_the_one_is_named(ranks: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each that fails prints a report of its own."""
+    report = OutOfMemoryReport(Failure([], None, None, None, None, {}), {}, [], None, "nobody has tried")
+    tell(report, Trainer(accelerator="cpu", devices=ranks, logger=False, enable_checkpointing=False))
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert ("Rank" in printed) == bool(said)
+    assert "What would help can't be estimated: nobody has tried" in printed
+
+
 def test_a_report_that_fails_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The error is the run's own, also where its memory can no longer be read."""
 
@@ -165,25 +217,33 @@ class History:
 made: list[History] = []
 
 
+def on_cuda(ranks: int) -> Any:
+    """As much of a trainer as a snapshot asks: the last of so many ranks, on a CUDA device."""
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    return SimpleNamespace(world_size=ranks, global_rank=ranks - 1, strategy=strategy)
+
+
 @pytest.mark.parametrize(("ranks", "name"), [(1, "oom.pickle"), (2, "oom-rank1.pickle")])
 def test_a_snapshot_lies_where_it_was_asked_for(
     ranks: int, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each rank writes a file of its own, in a folder that need not be there, and stops recording at the end."""
     monkeypatch.setattr(_memory_snapshot, "CudaAllocationHistory", History)
-
-    class Strategy:
-        root_device = torch.device("cuda", 0)
-
-    class Running:
-        world_size, global_rank, strategy = ranks, ranks - 1, Strategy()
-
-    snapshot = _memory_snapshot.MemorySnapshot(str(tmp_path / "new/oom.pickle"), Running())  # type: ignore[arg-type]
+    snapshot = _memory_snapshot.MemorySnapshot(str(tmp_path / "new/oom.pickle"), on_cuda(ranks))
     snapshot.save()
     snapshot.close()
     assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
     assert (tmp_path / "new" / name).read_text() == "events"
     assert not made[-1].recording
+
+
+def test_a_snapshot_that_can_not_be_written_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file lies where its folder should be: a warning, and not another error in place of the run's."""
+    monkeypatch.setattr(_memory_snapshot, "CudaAllocationHistory", History)
+    (tmp_path / "taken").touch()
+    snapshot = _memory_snapshot.MemorySnapshot(str(tmp_path / "taken/oom.pickle"), on_cuda(1))
+    with pytest.warns(UserWarning, match="StepMonitor: the memory snapshot can't be written: .*taken"):
+        snapshot.save()
 
 
 @pytest.mark.gpu

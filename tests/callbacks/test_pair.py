@@ -144,6 +144,48 @@ def test_a_plan_that_runs_out_of_memory_is_passed_over() -> None:
     assert planner.plan is not None
 
 
+class OnlyTheHead(Many):
+    """Blocks that keep nothing: neither they nor what comes before them is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt.requires_grad_(False)
+        self.gpt.head.requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.gpt.head.parameters(), lr=1e-3)
+
+
+def test_where_there_is_nothing_to_plan_the_largest_size_is_taken() -> None:
+    """One size is tried for a plan, of which none comes; training keeps to the room all the same."""
+    with AllocatorReader(limit=LIMIT) as reader, use_reader(reader):
+        planner, tuner = ActivationCheckpointing(MemoryBudget(0.9), monitor=False), BatchSizeTuner()
+        fit(OnlyTheHead(), [planner, tuner], max_epochs=1)
+    assert tuner.batch_size == max(trial.size for trial in tuner.trials if trial.outcome == "fits")
+    assert sizes_planned(tuner) == []
+    assert planner.state_dict()["budget"] == int(0.9 * LIMIT)
+
+
+@pytest.mark.parametrize(("budget", "most"), [(300_000, 12), (1024, 2)], ids=["one is kept to", "none is"])
+def test_sizes_that_no_plan_keeps_to_the_budget_are_passed_over(
+    budget: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner's budget is smaller than the room: a smaller size is taken, or the largest where none has a plan."""
+    sizes = timed_as(monkeypatch, lambda size: 1.0)
+    with AllocatorReader(limit=LIMIT) as reader, use_reader(reader):
+        planner, tuner = ActivationCheckpointing(MemoryBudget(budget), monitor=False), BatchSizeTuner(max_val=most)
+        fit(Many(), [planner, tuner], max_epochs=1)
+    assert most in [trial.size for trial in tuner.trials if trial.outcome == "fits"]
+    assert most not in sizes_planned(tuner)
+    assert all(trial.peak <= budget for trial in tuner.trials if trial.outcome == "planned")
+    if sizes_planned(tuner):
+        assert tuner.batch_size in sizes_planned(tuner)
+    else:
+        assert sizes[-2:] == [2, 1]
+        assert tuner.batch_size == most == 2
+    assert planner.state_dict()["budget"] == budget
+
+
 def test_training_starts_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is spent on a profile: the first one runs the plan, under its budget."""
     timed_as(monkeypatch, lambda size: size**2)

@@ -152,6 +152,27 @@ def test_of_many_samples_evenly_spaced_ones_are_read(monkeypatch: pytest.MonkeyP
     assert [int(row.max()) for row in next(iter(trial))] == [8, 8, 6, 6]
 
 
+def test_the_scan_of_a_stream_ends_by_the_clock() -> None:
+    """Each sample takes four seconds: of the three that come first, the largest first, over and over."""
+    clock = Clock()
+
+    class Slow(Stream):
+        def __iter__(self) -> Iterator[Tensor]:
+            for sample in super().__iter__():
+                clock.sleep(4)
+                yield sample
+
+    trial = Longest(clock).for_trial(DataLoader(Slow([2, 9, 5, 99]), batch_size=2, collate_fn=padded), 4)
+    assert [int(row.max()) for row in next(iter(trial))] == [1, 2, 0, 1]
+
+
+def test_what_has_no_largest_samples_is_tried_as_it_is() -> None:
+    """Batches that are ready made, beside a loader that has some; data without a sample."""
+    batches = [torch.ones(2, 1)]
+    assert Longest().for_trial(batches, 3) is batches
+    assert list(Longest().for_trial(DataLoader(Texts([]), batch_size=2, collate_fn=padded), 3)) == []
+
+
 def test_a_scan_ends_by_the_clock_with_both_ends_read() -> None:
     """A fetch takes four seconds here: the third one ends it. The last sample, where data are sorted, is among them."""
     clock = Clock()

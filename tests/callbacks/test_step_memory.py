@@ -1,5 +1,7 @@
 """In which part of a step the peak fell, and the warning when little is left."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +149,34 @@ def test_a_resident_size_has_no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(peaks) <= 2 * len(logger.rows()) + 1
 
 
+def test_a_system_that_does_not_tell_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """It is said once, rows have the rest, and a report of what held memory knows no rest of a peak."""
+
+    class Fails(Module):
+        def on_after_backward(self) -> None:
+            if self.global_step == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    logger, loader = Rowed(), DataLoader(Samples(8), batch_size=2, collate_fn=torch.stack)
+    untold = HostReader(proc=tmp_path / "none", cgroup=tmp_path / "none")
+    with use_reader(untold), caplog.at_level("INFO"), pytest.raises(torch.OutOfMemoryError):
+        trainer([StepMonitor()], logger).fit(Fails(), loader)
+    said = [record.message for record in caplog.records if "memory is left out" in record.message]
+    assert len(said) == 1
+    assert "this system does not tell the peak memory of a process; measure with a reader of your own" in said[0]
+    assert len(logger.rows("throughput")) == 2
+    assert logger.rows("memory") == [(0, {}), (1, {})]
+    report = capsys.readouterr().err
+    assert "optimizer state" in report
+    assert "activations, temporaries and the rest" not in report
+
+
 # --- little memory left ---
 
 
@@ -185,7 +215,7 @@ class Alerted(WandbLogger):
 
 
 def test_little_headroom_is_told_once() -> None:
-    """The first step that leaves less than asked for, with figures and the phase; W&B has the alert then, not later."""
+    """The first step that leaves less than asked for, with figures and the phase; W&B's logger alone has an alert."""
     meter, logger = Meter(), Alerted()
     loader = DataLoader(Samples(8), batch_size=2, collate_fn=torch.stack)
     expected = (
@@ -194,7 +224,7 @@ def test_little_headroom_is_told_once() -> None:
         '(policy="full", or a MemoryBudget).'
     )
     with use_reader(meter), pytest.warns(UserWarning, match="headroom") as caught:
-        trainer([StepMonitor(headroom=0.15)], logger).fit(Growing(meter=meter), loader)
+        trainer([StepMonitor(headroom=0.15)], [Rowed(), logger]).fit(Growing(meter=meter), loader)
     assert [str(warning.message) for warning in caught if "headroom" in str(warning.message)] == [expected]
     ((_, title, level, text),) = logger.alerts
     assert (title, level, text) == ("Little memory left", "WARN", expected)

@@ -482,10 +482,16 @@ def test_trainer_and_optimizers_are_left_as_found(clock: Clock) -> None:
     assert all(not optimizer._optimizer_step_post_hooks for optimizer in running.optimizers)
 
 
-def test_a_method_replaced_by_somebody_else_stays(clock: Clock) -> None:
-    """A `save_checkpoint` that the user put on the trainer is called, and is there afterwards."""
-    running = trainer([StepMonitor()], Rowed())
-    running.save_checkpoint = mine = lambda *args, **kwargs: None  # type: ignore[method-assign]
+@pytest.mark.parametrize("hook", ["setup", "on_train_epoch_start"])
+def test_a_method_replaced_by_somebody_else_stays(hook: str, clock: Clock) -> None:
+    """A `save_checkpoint` that the user put on the trainer, before the monitor or after, is there afterwards."""
+
+    def mine(*args: Any, **kwargs: Any) -> None:
+        """Save nothing."""
+
+    replaces = Callback()
+    setattr(replaces, hook, lambda trainer, *args, **kwargs: setattr(trainer, "save_checkpoint", mine))
+    running = trainer([StepMonitor(), replaces], Rowed())
     running.fit(Module(clock), DataLoader(Samples(4, clock), batch_size=2, collate_fn=torch.stack))
     assert running.save_checkpoint is mine
 

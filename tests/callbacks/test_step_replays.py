@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ckpt import ActivationCheckpointing, MemoryBudget, StepMonitor
+from lightning_ckpt import ActivationCheckpointing, MemoryBudget, StepMonitor, checkpoint_blocks
 from lightning_ckpt.callbacks import _step_work
+from lightning_ckpt.callbacks._clock import HostClock
+from lightning_ckpt.callbacks._step_replays import StepReplays
 from lightning_ckpt.memory import GIB
 from lightning_ckpt.recompute import checkpointed_forwards
 from recording import Clock, Module, Rowed, fit
@@ -148,3 +150,15 @@ def test_the_blocks_are_left_without_a_meter() -> None:
         fit(module=module, callbacks=(ActivationCheckpointing(blocks="blocks.*"),))
     assert all(module.meters)
     assert [how.meter for how in module.hows] == [None] * 3
+
+
+def test_of_two_monitors_the_one_that_ends_first_leaves_the_other_its_meter() -> None:
+    """Each takes the meter when it begins; the later one goes on measuring."""
+    module = Deep()
+    with checkpoint_blocks(module, blocks="blocks.*"):
+        first, second = (StepReplays(module, HostClock()) for _ in range(2))
+        first.close()
+        module(torch.ones(2, 4)).sum().backward()
+        assert second.take()[0]
+        second.close()
+        assert not any(forward.how.meter for forward in checkpointed_forwards(module))

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, MemoryBudget
 from lightning_ckpt.callbacks._step_rows import KEYS
+from lightning_ckpt.callbacks._step_tables import environment
 from lightning_ckpt.memory import GIB, use_reader
 from recording import Meter, Module, Rowed, Samples, trainer
 
@@ -129,6 +130,15 @@ def test_the_environment_is_in_the_config(tmp_path: Path) -> None:
     assert (written["ranks"], written["precision"]) == (1, "32-true")
     assert written["device"]
     assert not [key for key, value in written.items() if value is None]
+
+
+def test_run_from_its_source_the_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was never installed the key is left out, and the rest is told."""
+    running = trainer([], False)
+    installed = environment(running, None)
+    monkeypatch.setattr(sys, "path", [])
+    assert installed.pop("lightning_ckpt")
+    assert environment(running, None) == installed
 
 
 class Tabled(WandbLogger):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_ckpt import ActivationCheckpointing, StepMonitor
 from lightning_ckpt.callbacks import _step_work
+from lightning_ckpt.hardware import peak_flops
 from recording import Clock, Module, Rowed, fit
 
 LAYER = 2 * 4 * 3
@@ -61,6 +62,20 @@ def test_a_number_of_flops_is_taken_as_it_is(clock: Clock, monkeypatch: pytest.M
     assert row["throughput/tflops_per_sec"] == 2.0
     assert row["throughput/mfu"] == 0.5
     assert "throughput/hfu" not in row
+
+
+@pytest.mark.parametrize(
+    ("precision", "mfu"),
+    [("bf16-mixed", 0.25), ("bf16-true", 0.25), ("16-true", 0.5), ("32-true", 1.0), ("64-true", None)],
+)
+def test_a_number_of_flops_is_of_the_trainers_format(
+    precision: Any, mfu: float | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each format has a peak of its own; where nobody knows it the rate is logged alone."""
+    monkeypatch.setattr(_step_work, "_peaks", lambda device: {"bf16": 8e12, "fp16": 4e12, "fp32": 2e12})
+    row = fit(StepMonitor(flops=1.5e12), clock=clock, precision=precision).rows("throughput")[-1][1]
+    assert row["throughput/tflops_per_sec"] == 2.0
+    assert row.get("throughput/mfu") == mfu
 
 
 @pytest.mark.parametrize("flops", ["auto", 4e12])
@@ -164,17 +179,31 @@ def test_a_module_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
     assert any("left out: the model is compiled" in record.message for record in caplog.records)
 
 
-def test_unknown_device(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NVIDIA H200", []),
+        (
+            "NVIDIA Something 9000",
+            [
+                "StepMonitor: mfu and hfu are left out: the peak FLOP/s of 'NVIDIA Something 9000' are not known for "
+                "certain."
+            ],
+        ),
+    ],
+)
+def test_only_an_unknown_device_is_told_of(
+    name: str, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A device nobody knows the peak of has no MFU, and that is said once with its name."""
 
     class Backend:
         @staticmethod
         def get_device_name(device: Any) -> str:
-            return "NVIDIA Something 9000"
+            return name
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Backend)
     with caplog.at_level("INFO"):
-        assert _step_work._peaks(torch.device("cuda", 0)) == {}
-    assert [record.message for record in caplog.records] == [
-        "StepMonitor: mfu and hfu are left out: the peak FLOP/s of 'NVIDIA Something 9000' are not known for certain."
-    ]
+        assert _step_work._peaks(torch.device("cuda", 0)) == peak_flops(name)
+    assert bool(peak_flops(name)) == (not said)
+    assert [record.message for record in caplog.records] == said

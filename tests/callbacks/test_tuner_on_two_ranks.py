@@ -1,6 +1,8 @@
 """The batch size tuner on two processes: one size, the smaller one; no rank waits for one that has failed."""
 
+import logging
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_ckpt import BatchSizeTuner
+from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, MemoryBudget
 from lightning_ckpt.memory import use_reader
 from modules import trainer
 from sample_meter import SampleMeter
@@ -74,7 +76,7 @@ def ddp(**options: Any) -> Strategy:
 
 
 def fsdp2() -> Strategy:
-    return ModelParallelStrategy(process_group_backend="gloo")
+    return ModelParallelStrategy(process_group_backend="gloo", timeout=timedelta(seconds=30))
 
 
 def fit(
@@ -160,6 +162,14 @@ def test_an_error_of_one_rank_ends_the_other(tmp_path: Path) -> None:
     assert second == "ValueError: CUDA out of memory at 2"
 
 
+def test_an_error_where_ranks_wait_for_one_another_comes_through(tmp_path: Path) -> None:
+    """The rank that fails waits for nobody, and the other ends with it."""
+    on_two_ranks(_fails, Sharded, fsdp2, ValueError, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert second == "ValueError: CUDA out of memory at 2"
+    assert first.startswith("RuntimeError")
+
+
 def test_out_of_memory_where_ranks_wait_for_one_another_ends_the_run(tmp_path: Path) -> None:
     """Under FSDP2 there is no going back from it; the rank says so, and what to do."""
     on_two_ranks(_fails, Sharded, fsdp2, None, tmp_path)
@@ -198,6 +208,42 @@ def test_a_global_batch_is_shared_out_among_ranks(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first[0] == second[0] == 24
     assert first[1] != second[1]  # each has batches of its own
+
+
+class Said(logging.Handler):
+    """Keeps what is logged in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("lightning.pytorch").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _with_a_plan(rank: int, folder: Path) -> None:
+    said, module, tuner = Said(), Net(rank, needing(20)), BatchSizeTuner()
+    planner = ActivationCheckpointing(MemoryBudget("1GiB"), blocks=nn.Linear, monitor=False)
+    with use_reader(module.meter):
+        trainer([planner, tuner], devices=2, strategy=ddp(), max_steps=3, default_root_dir=folder).fit(module)
+    told = [line for line in said.lines if "chosen together" in line]
+    torch.save((tuner.batch_size, [trial.outcome for trial in tuner.trials], told), folder / f"{rank}.pt")
+
+
+def test_beside_a_planner_ranks_take_the_largest_size(tmp_path: Path) -> None:
+    """It is tried under no plan, and one rank says so."""
+    on_two_ranks(_with_a_plan, tmp_path)
+    (size, outcomes, told), (other_size, other_outcomes, other_told) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    )
+    assert size == other_size == 40
+    assert set(outcomes) == set(other_outcomes) == {"fits"}
+    assert told == [
+        "BatchSizeTuner: size and memory plan are chosen together in a single process only. Each of these 2 takes the "
+        "largest size that fits with everything checkpointed"
+    ]
+    assert other_told == []
 
 
 def _static(rank: int, folder: Path) -> None:
