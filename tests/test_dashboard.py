@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import leet
 import pytest
@@ -72,24 +73,32 @@ def test_what_would_be_saved_is_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert len(spec["report"]["panels"]) == len(dashboard.COMPARED)
 
 
-@pytest.mark.parametrize(
-    ("more", "printed"),
-    [([], "workspace  https://w\nreport     https://r\n"), (["--json"], '"workspace": "https://w"')],
-)
-def test_the_addresses_are_printed(
-    more: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_was_saved_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
-    """Both are saved under the names that were given; W&B's own server is not asked here."""
-    import wandb_workspaces.reports.v2 as reports
-    import wandb_workspaces.workspaces as workspaces
+    """Workspace and report are saved as they were described, and their addresses printed; exit code 0."""
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
 
-    saved = []
-    for kind, url in ((workspaces.Workspace, "https://w"), (reports.Report, "https://r")):
-        monkeypatch.setattr(kind, "save", lambda self: saved.append((self.entity, self.project)) or self)
-        monkeypatch.setattr(kind, "url", url)
-    assert main(["dashboard", "--entity", "team", "--project", "project", *more]) == 0
-    assert printed in capsys.readouterr().out
-    assert saved == [("team", "project")] * 2
+    saved: list[Any] = []
+    for kind in (ws.Workspace, wr.Report):
+        monkeypatch.setattr(kind, "save", lambda self: saved.append(self) or self)
+        monkeypatch.setattr(
+            kind, "url", property(lambda self: f"https://wandb.ai/{type(self).__name__}/{self in saved}")
+        )
+    json_too = ["--json"] if as_json else []
+    assert main(["dashboard", "--entity", "team", "--project", "project", "--prefix", "ours/", *json_too]) == 0
+    printed = capsys.readouterr().out
+    view, page = "https://wandb.ai/Workspace/True", "https://wandb.ai/Report/True"
+    if as_json:
+        assert json.loads(printed) == {"workspace": view, "report": page}
+    else:
+        assert printed == f"workspace  {view}\nreport     {page}\n"
+    assert {(each.entity, each.project) for each in saved} == {("team", "project")}
+    drawn = [key for panel in saved[0].sections[0].panels for key in panel.y]
+    compared = [key for panel in saved[1].blocks[1].panels for key in panel.metrics]
+    assert all(key.startswith("ours/") for key in (*drawn, *compared))
 
 
 def test_without_an_account(capsys: pytest.CaptureFixture[str]) -> None:

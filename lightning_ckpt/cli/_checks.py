@@ -11,6 +11,7 @@ from lightning_ckpt.cli import _checks_of_training as of_training
 from lightning_ckpt.cli._command import UsageError
 from lightning_ckpt.cli._findings import Finding, NotApplicable
 from lightning_ckpt.cli._patient import Patient
+from lightning_ckpt.oom import is_out_of_memory
 
 Check = Callable[[Patient], Finding]
 
@@ -49,6 +50,8 @@ def _outcome(name: str, check: Check, patient: Patient) -> Finding:
     except UsageError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            return Finding("skip", f"{type(error).__name__}: {error}")
         raise UsageError(f"{name}: {type(error).__name__}: {error}") from error
 
 

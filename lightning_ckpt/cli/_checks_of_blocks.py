@@ -104,10 +104,7 @@ def frozen(patient: Patient) -> Finding:
 
 def worth(patient: Patient) -> Finding:
     """No block saves little and takes long to replay."""
-    try:
-        profile = patient.profile
-    except ValueError as nothing:
-        raise NotApplicable(str(nothing)) from nothing
+    profile = patient.profile
     evidence = f"{format_size(profile.kept_bytes)} saved inside blocks, for {_ms(profile.replay_seconds)} of replay"
     noticed = [b for b in profile.blocks if b.replay_seconds * b.calls > _NOTICED * profile.replay_seconds]
     usual = statistics.median(map(_rate, profile.blocks))

@@ -143,6 +143,6 @@ def _replay(patient: Patient) -> str:
     """What the replays alone take, where they can be measured."""
     try:
         seconds = patient.profile.replay_seconds
-    except (NotApplicable, ValueError):
+    except NotApplicable:
         return ""
     return f", with {1000 * seconds:.3g} ms of replay when measured alone"

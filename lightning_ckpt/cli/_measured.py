@@ -57,8 +57,11 @@ def measure_target(target: Target, request: Request) -> Measurement:
     elif request.needs_blocks:
         callbacks.insert(0, _LookForBlocks(request))
     trainer = _trainer(target.module, callbacks, request.precision)
-    _fit(trainer, target, WARM_UP + request.steps + RECORDED)
-    assert watch.memory is not None
+    _fit(trainer, target, steps := WARM_UP + request.steps + RECORDED)
+    if watch.memory is None:
+        raise UsageError(
+            f"{target.name}: training ended by itself after {watch.steps} of {steps} steps: take out what ends it early"
+        )
     return Measurement(
         policy=request.policy,
         blocks=watch.blocks,
@@ -148,26 +151,25 @@ class _Watch(L.Callback):
         self.elements = 0
         self.memory: StepMemory | None = None
         self.blocks = 0
+        self.steps = 0
         self._last = WARM_UP + steps + RECORDED - 1
-        self._step = 0
         self._recording: StepRecording | None = None
         self._started = 0.0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._step = batch_idx
         self.samples, self.elements = samples_in(batch), elements_in(batch)
         device = trainer.strategy.root_device
         _wait(device)
-        if batch_idx == self._last - 1:
+        if self.steps == self._last - 1:
             self._recording = StepRecording(pl_module, device)
-        if batch_idx == self._last and self._recording:
+        if self.steps == self._last and self._recording:
             self._recording.start(trainer.optimizers)
         self._started = time.perf_counter()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        if self._step == 0:
+        if self.steps == 0:
             self.loss = float(loss.detach()) if not self.digests else self.loss
             self._digest("loss", loss)
         if self._recording and self._recording.started:
@@ -178,19 +180,20 @@ class _Watch(L.Callback):
             self._recording.after_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self._step == 0:
+        if self.steps == 0:
             for name, parameter in pl_module.named_parameters():
                 if parameter.grad is not None:
                     self._digest(f"gradient of {name}", parameter.grad)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         _wait(trainer.strategy.root_device)
-        if WARM_UP <= self._step <= self._last - RECORDED:
+        if WARM_UP <= self.steps <= self._last - RECORDED:
             self.seconds.append(time.perf_counter() - self._started)
             print(STEP, flush=True)
         if self._recording and self._recording.started:
             self.memory, self._recording = self._recording.stop(), None
             self.blocks = _checkpointed(trainer)
+        self.steps += 1
 
     def _digest(self, name: str, tensor: Tensor) -> None:
         """Of a module that steps several optimizers, what each of them saw."""

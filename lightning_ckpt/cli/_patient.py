@@ -15,11 +15,12 @@ from lightning_ckpt.blocks import find_blocks
 from lightning_ckpt.callbacks._distributions import of
 from lightning_ckpt.checkpointed_forward import DeterminismCheck
 from lightning_ckpt.cli._command import UsageError
-from lightning_ckpt.cli._findings import NotApplicable
+from lightning_ckpt.cli._findings import NotApplicable, OutOfMemory
 from lightning_ckpt.cli._measurement import Measurement
 from lightning_ckpt.cli._target import Target
 from lightning_ckpt.cli._watched import Watched, watching
 from lightning_ckpt.coverage import Coverage
+from lightning_ckpt.oom import is_out_of_memory
 from lightning_ckpt.policies import Policy
 from lightning_ckpt.profiles import Profile
 from lightning_ckpt.profiling import profile_blocks
@@ -114,12 +115,15 @@ class Patient:
 
         Raises:
             NotApplicable: the module has no one loss.
+            OutOfMemory: the forward does not fit into memory.
             UsageError: the user's code fails.
         """
         run = self.loss_fn
         try:
             return run(self.module, self.batch)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(f"{type(error).__name__}: {error}") from error
             raise UsageError(f"{self.target.name}: training_step: {type(error).__name__}: {error}") from error
 
     @contextmanager
@@ -154,9 +158,16 @@ class Patient:
 
     @cached_property
     def profile(self) -> Profile:
-        """What each block keeps, and what its replay takes."""
+        """What each block keeps, and what its replay takes.
+
+        Raises:
+            NotApplicable: no block ran with anything to save.
+        """
         with self.under_policy():
-            return profile_blocks(self.module, self.loss, operators=False)
+            try:
+                return profile_blocks(self.module, self.loss, operators=False)
+            except ValueError as error:
+                raise NotApplicable(str(error)) from error
 
     @cached_property
     def watched(self) -> Watched:

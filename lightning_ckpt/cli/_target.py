@@ -106,15 +106,6 @@ def load_target(target: str, *, configure: bool = True) -> Target:
     return Target(target, model, data)
 
 
-def load_model(target: str) -> nn.Module:
-    """Return the model that the target's factory makes, and nothing else it may return.
-
-    Raises:
-        UsageError: as `load_target`.
-    """
-    return load_target(target).model
-
-
 def is_loader(data: Any) -> bool:
     """Whether data is gone through batch by batch; tensors, lists, tuples and mappings are one batch."""
     return isinstance(data, Iterable) and not isinstance(data, Tensor | Mapping | list | tuple | str)
@@ -172,7 +163,7 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None  # of a path that ends in .py there always is one, and what loads it
+    assert spec is not None  # of a file whose name ends in .py there always is one, with its loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickling look a class's module up by name; a script's neighbours are imported from its folder.

@@ -47,6 +47,11 @@ def trained():
 def by_hand():
     return ByHand(), torch.zeros(16, 8)
 
+def frozen():
+    model = Trained()
+    model.layers.requires_grad_(False)
+    return model, torch.zeros(16, 8)
+
 def nothing_repeats():
     return nn.Linear(2, 2)
 
@@ -122,12 +127,13 @@ def test_blocks_are_measured_where_there_is_a_batch(capsys: pytest.CaptureFixtur
 
 
 def test_blocks_are_listed_where_they_cannot_be_measured(capsys: pytest.CaptureFixture[str], models: str) -> None:
-    """Without a batch nothing is measured; without one loss the reason is said, and the list is the same."""
+    """Without a batch nothing is measured; without one loss or a gradient the reason is said; the list is the same."""
     assert [row["kept_bytes"] for row in listed(capsys, f"{models}:Trained")] == [None, None]
-    assert main(["blocks", f"{models}:by_hand", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert [row["kept_bytes"] for row in json.loads(captured.out)["blocks"]] == [None, None]
-    assert "blocks are not measured: ByHand optimizes by hand" in captured.err
+    for factory, reason in (("by_hand", "ByHand optimizes by hand"), ("frozen", "no block was measured: in this run")):
+        assert main(["blocks", f"{models}:{factory}", "--json"]) == 0
+        captured = capsys.readouterr()
+        assert [row["kept_bytes"] for row in json.loads(captured.out)["blocks"]] == [None, None]
+        assert f"blocks are not measured: {reason}" in captured.err
 
 
 def test_a_model_that_is_made_already_is_taken(capsys: pytest.CaptureFixture[str], models: str) -> None:

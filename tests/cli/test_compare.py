@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch
 import wandb
 from torch import nn
 
-from lightning_ckpt.cli import main
+from lightning_ckpt.cli import _measured, main
 from lightning_ckpt.cli._command import UsageError
+from lightning_ckpt.cli._findings import OutOfMemory
+from lightning_ckpt.cli._fresh import measure_fresh
 from lightning_ckpt.cli._measured import measure
-from lightning_ckpt.cli._measurement import Comparison, Measurement, Request
+from lightning_ckpt.cli._measurement import STEP, Comparison, Measurement, Request
 from lightning_ckpt.cli._policies import parse_policies, parse_policy
+from lightning_ckpt.cli._target import elements_in, is_loader
 from lightning_ckpt.cli._to_wandb import log
 from lightning_ckpt.memory import AllocatorReader
 from lightning_ckpt.policies import Full, SelectiveOps
@@ -25,6 +30,9 @@ from lightning_ckpt.policies import Full, SelectiveOps
 COMMAND = str(Path(sys.executable).with_name("lightning-ckpt"))
 
 TARGETS = """
+import os
+import signal
+
 import lightning as L
 import torch
 from torch import nn
@@ -87,6 +95,19 @@ class TooLarge(Model):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return super().training_step(batch, batch_idx)
 
+class Killed(Model):
+    def training_step(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Stopping(Model):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 3 else None
+
+class Iterating(Model):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
 class Failing(Model):
     def training_step(self, batch, batch_idx):
         raise KeyError("labels")
@@ -106,13 +127,22 @@ def counting():
 def too_large():
     return TooLarge(), [rows()]
 
+def killed():
+    return Killed(), [rows()]
+
+def stopping():
+    return Stopping(), [rows()]
+
+def iterating():
+    return Iterating(), loader()
+
+def frozen():
+    model = Model()
+    model.blocks[0].requires_grad_(False)
+    return model, [rows()]
+
 def failing():
     return Failing(), [rows()]
-
-def partly_used():
-    model = Model()
-    model.unused = nn.Linear(2, 2)
-    return model, [rows()]
 
 def no_data():
     return Model()
@@ -243,13 +273,43 @@ def test_the_peak_is_that_of_a_bare_loop(targets: Path) -> None:
     assert abs((one.memory.peak - held) - (reader.peak() - before)) < 1024
 
 
-@pytest.mark.parametrize("factory", ["with_loader", "with_data", "Own"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "with_loader",
+        "with_data",
+        "Own",
+        pytest.param("iterating", marks=pytest.mark.filterwarnings("ignore:.*dataloader_iter:UserWarning")),
+    ],
+)
 def test_every_source_of_data_trains_alike(targets: Path, factory: str) -> None:
-    """A loader, a data module and the module's own loader give their first batch, again and again."""
+    """A loader, a data module, the module's own loader and an iterator give their first batch, again and again."""
     one = measured(targets, factory)
     assert one.samples == 256
     assert one.digests == measured(targets, factory, "full").digests
     assert one.loss == measured(targets, "with_loader").loss
+
+
+def test_the_first_batch_comes_as_often_as_it_is_asked_for() -> None:
+    """Neither another batch nor one more, whoever counts."""
+    again = _measured._Again([1, 2], 3)
+    assert list(again) == [1, 1, 1]
+    assert len(again) == 3
+
+
+def test_what_does_not_train_has_no_gradient_to_compare(targets: Path) -> None:
+    """The first of four blocks is frozen; each of the others has two layers of two parameters."""
+    digests = measured(targets, "frozen").digests
+    assert {name.split(".")[1] for name in digests if name != "loss"} == {"1", "2", "3"}
+    assert len(digests) == 1 + 3 * 4
+
+
+def test_a_device_goes_by_its_name_and_else_by_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every backend of PyTorch knows what its devices are called."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert _measured._device(torch.device("cuda")) == "NVIDIA H200"
+    monkeypatch.delattr(torch.cuda, "get_device_name")
+    assert _measured._device(torch.device("cuda")) == "cuda"
 
 
 def test_a_seed_decides_the_weights(targets: Path) -> None:
@@ -282,24 +342,75 @@ def test_what_cannot_be_measured_is_told_and_the_rest_goes_on(
 
 
 @pytest.mark.slow
+def test_a_process_that_the_system_kills_is_out_of_memory(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where the host's memory runs out; with nothing measured there is no table and no W&B run; exit code 1."""
+    assert main(["compare", f"{targets}:killed", "--policies", "none", "--wandb"]) == 1
+    assert " ".join(capsys.readouterr().out.split()) == (
+        "none: out of memory: killed by the system, as it does when the host's memory runs out "
+        "Plain training could not be measured, so there is nothing to compare with."
+    )
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Request:
+    """What to ask for, where the process that measures is a script."""
+    program = folder / "measuring"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return Request(target="models.py:make", policy="full", steps=2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "text"),
+    [
+        ("echo; echo no space; echo; exit 3", UsageError, "with full ended with 3: no space"),
+        ("exit 3", UsageError, "with full ended with 3: it printed nothing"),
+        ("kill -TERM $$", UsageError, "with full ended with -15: it printed nothing"),
+        ("echo; kill -KILL $$", OutOfMemory, "killed by the system"),
+    ],
+)
+def test_a_process_that_ends_without_an_answer_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, error: type[Exception], text: str
+) -> None:
+    """How it ended, and the last that it said."""
+    request = measuring(monkeypatch, tmp_path, script)
+    with pytest.raises(error, match=text):
+        measure_fresh(request)
+
+
+def test_whoever_stops_the_comparison_stops_the_process_that_measures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is gone when the interrupt is raised, and does not train on."""
+    request = measuring(monkeypatch, tmp_path, f"echo '{STEP}'; sleep 3; touch {tmp_path}/trained_on")
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_fresh(request, stop)
+    assert not (tmp_path / "trained_on").exists()
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_bar_is_shown_for_each_policy(
+    targets: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what it is doing, and goes away before the table; lines are for files."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["compare", f"{targets}:with_batch", "--policies", "none", "--steps", "2"]) == 0
+    shown = capsys.readouterr().err
+    assert re.search(r"none +\S*━+\S* +warming up", shown)
+    assert "lightning-ckpt: measuring" not in shown
+    assert shown.endswith("\x1b[2K")  # the line is erased
+
+
+@pytest.mark.slow
 def test_what_goes_wrong_in_the_fresh_process_is_one_line(targets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, and the line says with which policy, what and where, without a traceback."""
     assert main(["compare", f"{targets}:failing", "--policies", "none"]) == 2
     assert capsys.readouterr().err == "lightning-ckpt: measuring none\nlightning-ckpt: none: KeyError: 'labels'\n"
-
-
-@pytest.mark.slow
-def test_on_a_terminal_a_bar_tells_how_far_it_is(
-    targets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Instead of a line a policy; and where plain training failed, other policies are compared with nothing."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    policies = ["--policies", "full:select=range-2-9", "--steps", "1"]
-    assert main(["compare", f"{targets}:too_large", *policies]) == 1
-    captured = capsys.readouterr()
-    assert "lightning-ckpt: measuring" not in captured.err
-    assert "full:select=range-2-9" in captured.err
-    assert "step time" not in captured.out  # nothing was measured, and there is no table
 
 
 @pytest.mark.slow
@@ -336,6 +447,11 @@ def test_traceback_leads_into_the_users_code(targets: Path, capsys: pytest.Captu
         ),
         ("nothing", "none", "has no function or class 'nothing'; it has: "),
         ("no_batches", "none", "the loader gives no batch"),
+        (
+            "stopping",
+            "none",
+            "stopping: training ended by itself after 3 of 12 steps: take out what ends it early",
+        ),
         ("no_blocks", "full", "No repeated block was found in Model"),
     ],
 )
@@ -412,34 +528,53 @@ def test_the_run_in_wandb_has_the_tables_plots_and_figures(targets: Path, tmp_pa
         assert str(peak / 2**30) in summary
 
 
-def test_without_an_account_the_run_begins_offline_or_not_at_all(
-    targets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What W&B says, and what needs no account."""
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+@pytest.fixture
+def without_plain(targets: Path) -> Comparison:
+    """A comparison whose plain training did not fit."""
+    full = measured(targets, "with_batch", "full")
+    return Comparison(target="models.py:make", seed=0, measured=(full,), failed={"none": "out of memory"})
+
+
+def test_without_plain_training_nothing_is_compared(without_plain: Comparison) -> None:
+    """The JSON has what was measured and no ratio, and gives the same comparison again."""
+    written = json.loads(json.dumps(without_plain.as_json()))
+    (full,) = written["policies"]
+    assert full["step_time"] > 0
+    assert full.keys().isdisjoint({"step_time_ratio", "peak_ratio", "different"})
+    assert Comparison.from_json(written) == without_plain
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder that W&B writes to, without the account of whoever runs the tests, which it would remember."""
+    for name in [name for name in os.environ if name.startswith("WANDB")] + ["NETRC"]:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    for name, value in {"HOME": tmp_path, "WANDB_DIR": tmp_path, "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, str(value))
     wandb.teardown()
-    comparison = Comparison(target="test", seed=0, measured=(measured(targets, "with_batch"),), failed={})
-    with pytest.raises(UsageError, match=r"--wandb: .*; WANDB_MODE=offline needs no account"):
-        log(comparison)
+    yield tmp_path
     wandb.teardown()
 
 
-def test_what_is_said_without_plain_training(targets: Path) -> None:
-    """No ratio is made up; a curve that a device does not tell is not drawn."""
-    one = measured(targets, "with_batch", "full")
-    alone = Comparison(target="test", seed=0, measured=(one,), failed={"none": "out of memory"})
-    assert not {"step_time_ratio", "peak_ratio", "different"} & alone.as_json()["policies"][0].keys()
-    assert Comparison.from_json(alone.as_json()) == alone
+@pytest.mark.slow
+def test_without_plain_training_the_tables_cells_are_empty(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, without_plain: Comparison
+) -> None:
+    """What would be against plain training, and nothing else."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log(without_plain)
+    (written,) = nobody.glob("wandb/offline-run-*/files/media/table/policies_*.table.json")
+    table = json.loads(written.read_text(encoding="utf-8"))
+    (row,) = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [name for name, cell in row.items() if cell is None] == ["step_time_ratio", "peak_ratio", "different"]
 
 
-def test_a_parameter_without_a_gradient_is_not_compared(targets: Path) -> None:
-    """It has none in either step."""
-    names = set(measured(targets, "partly_used").digests)
-    assert "gradient of unused.weight" not in names
-    assert "gradient of blocks.0.inner.0.weight" in names
+@pytest.mark.slow
+@pytest.mark.usefixtures("nobody")
+def test_a_run_that_wandb_does_not_begin_is_one_line(without_plain: Comparison) -> None:
+    """W&B's own reason, and what needs no account."""
+    with pytest.raises(UsageError, match=r"^--wandb: .*API key.*; WANDB_MODE=offline needs no account$"):
+        log(without_plain)
 
 
 @pytest.mark.gpu
@@ -454,8 +589,28 @@ def test_blocks_of_a_plain_list_are_a_batch() -> None:
     """Tensors, lists and mappings are one batch; what is gone through batch by batch is a loader."""
     from torch.utils.data import DataLoader
 
-    from lightning_ckpt.cli._target import is_loader
-
     assert is_loader(DataLoader([1, 2]))
     assert is_loader(iter([1, 2]))
     assert not any(map(is_loader, (torch.ones(2), [1], (1, 2), {"a": 1}, nn.Identity())))
+
+
+@dataclass
+class Sample:
+    text: str
+    tokens: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "elements"),
+    [
+        (torch.ones(2, 3), 6),
+        ([torch.ones(2), (torch.ones(2, 3), "label")], 6),
+        ({"tokens": torch.ones(2, 3), "mask": [torch.ones(1)]}, 6),
+        ([Sample("words", torch.ones(2, 3))], 6),
+        ({"text": "words", "count": 3}, 0),
+        ([], 0),
+    ],
+)
+def test_a_batch_is_as_long_as_its_largest_tensor(batch: Any, elements: int) -> None:
+    """Wherever that lies: in lists, mappings and objects."""
+    assert elements_in(batch) == elements

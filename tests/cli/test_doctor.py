@@ -223,6 +223,13 @@ def test_other_values_fail_with_the_cause() -> None:
     assert "'factor' from" in found.evidence
 
 
+def test_values_are_not_compared_where_pytorch_has_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is skipped, and says what is lacking in which PyTorch."""
+    monkeypatch.delattr(torch, "hash_tensor")
+    with pytest.raises(NotApplicable, match=f"^needs torch.hash_tensor, which PyTorch {re.escape(torch.__version__)} "):
+        of_training.replayed_values(patient())
+
+
 # --- random numbers ---
 
 
@@ -271,6 +278,12 @@ def test_dropout_passes_and_fails_without_its_random_state() -> None:
     assert "preserve_rng_state=True" in found.cure
 
 
+def test_a_model_made_for_evaluation_is_examined_in_training() -> None:
+    """A Trainer would switch dropout on too."""
+    found = of_training.random_numbers(patient(lambda: Model(*[Block(dropout=0.1) for _ in range(3)]).eval()))
+    assert found.evidence.startswith("3 of 3 blocks draw random numbers")
+
+
 # --- state ---
 
 
@@ -298,6 +311,18 @@ def test_a_head_that_keeps_more_than_blocks_let_go_is_warned_of() -> None:
     assert found.status == "warn"
     assert "'head.1'" in found.cure
     assert of_blocks.left_out(patient(lambda: Model(*[Block() for _ in range(3)]))).status == "pass"
+
+
+def test_where_only_inputs_of_blocks_are_kept_nothing_is_left_out() -> None:
+    """Of three blocks the inputs, 64 rows of 32 numbers of four bytes each."""
+
+    class Mean(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return nn.Sequential(*self.blocks)(batch).mean()
+
+    found = of_blocks.left_out(patient(Mean))
+    assert (found.status, found.cure) == ("pass", "")
+    assert found.evidence.endswith(" let go, 24 KiB kept, all of it inputs of blocks")
 
 
 # --- worth replaying ---
@@ -337,18 +362,19 @@ def test_equal_blocks_are_worth_their_replay() -> None:
     assert of_blocks.worth(patient(data=rows(4096))).status == "pass"
 
 
+def test_blocks_without_a_gradient_have_no_worth_to_tell() -> None:
+    """Nothing of them could be measured, which is said and is no failure."""
+    whole = patient(lambda: Model(nn.Identity(), head=nn.Linear(WIDTH, 2)), blocks=["Identity"])
+    with pytest.raises(NotApplicable, match="no block was measured: in this run none was called with a gradient"):
+        of_blocks.worth(whole)
+
+
 # --- frozen blocks ---
 
 
 def frozen() -> Model:
     model = Model(*[Block() for _ in range(4)])
     model.blocks[:2].requires_grad_(False)
-    return model
-
-
-def frozen_but_for_the_head() -> Model:
-    model = Model(head=nn.Linear(WIDTH, 2))
-    model.blocks.requires_grad_(False)
     return model
 
 
@@ -461,26 +487,6 @@ def test_a_cache_in_training_is_warned_of_unless_checkpointing_turns_it_off() ->
     assert (off.status, off.evidence) == ("pass", "no part of the model has use_cache on")
 
 
-def test_where_all_that_is_kept_are_inputs_of_blocks_it_is_said() -> None:
-    """A loss that is a sum saves nothing."""
-
-    class Summed(Model):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            for block in self.blocks:
-                batch = block(batch)
-            return batch.sum()
-
-    found = of_blocks.left_out(patient(Summed))
-    assert found.status == "pass"
-    assert found.evidence.endswith(" kept, all of it inputs of blocks")
-
-
-def test_blocks_with_nothing_to_save_are_not_weighed() -> None:
-    """Frozen, with an input that needs no gradient: no replay will ever run, so none is timed."""
-    with pytest.raises(NotApplicable, match="no block"):
-        of_blocks.worth(patient(lambda: frozen_but_for_the_head()))
-
-
 # --- headroom ---
 
 
@@ -517,6 +523,12 @@ def test_a_first_batch_that_does_not_fit_fails() -> None:
     assert found.evidence == "not even the first batch fits: CUDA out of memory"
     with pytest.raises(NotApplicable, match="out of memory"):
         of_memory.activations(whole)
+
+
+def test_memory_is_not_judged_where_no_step_was_measured() -> None:
+    """As of a patient whose blocks alone are asked about."""
+    with pytest.raises(NotApplicable, match=r"^no training step was timed$"):
+        of_memory.activations(Patient(Target("test", Model(), rows()), Conditions(policy=Full())))
 
 
 def does_not_fit(checkpointed: bool) -> Measurement:
@@ -584,6 +596,52 @@ def test_a_sound_model_passes_every_check_and_is_left_as_found() -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+class FailingBackward(torch.autograd.Function):
+    """Passes its input on, and raises an error in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ctx.error
+
+
+class Failing(Model):
+    """Fails in forward or backward."""
+
+    def __init__(self, error: Exception, backward: bool) -> None:
+        super().__init__()
+        self.error, self.backward = error, backward
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if not self.backward:
+            raise self.error
+        return FailingBackward.apply(super().training_step(batch, batch_idx), self.error)
+
+
+@pytest.mark.parametrize(
+    ("backward", "text"),
+    [(False, "test: training_step: KeyError: 'labels'"), (True, "gradients: KeyError: 'labels'")],
+)
+def test_what_fails_in_a_check_is_told_with_its_place(backward: bool, text: str) -> None:
+    """The user's forward by the target's name, what fails elsewhere by the check's; neither is a finding."""
+    with pytest.raises(UsageError, match=f"^{text}$"):
+        examine(patient(lambda: Failing(KeyError("labels"), backward)))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_check_that_does_not_fit_into_memory_is_skipped(backward: bool) -> None:
+    """Whoever examines what does not fit without checkpointing gets the other checks."""
+    whole = patient(lambda: Failing(torch.OutOfMemoryError("CUDA out of memory."), backward))
+    whole._measure = does_not_fit
+    findings = examine(whole)
+    assert findings["gradients"] == Finding("skip", "OutOfMemoryError: CUDA out of memory.")
+    assert findings["blocks covered"].status == "pass"
+
+
 class ByHand(Model):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__(*blocks)
@@ -621,6 +679,21 @@ def test_a_module_that_optimizes_by_hand_is_still_checked() -> None:
     assert "differ from the plain step's: 'gradient of blocks" in found.evidence
 
 
+def test_gradients_of_a_module_that_optimizes_by_hand_are_judged_on_a_cpu_alone() -> None:
+    """Elsewhere kernels add up in any order, so that other bits prove nothing."""
+    one = patient(by_hand())
+    one.plain = replace(one.plain, on_host=False)
+    with pytest.raises(NotApplicable, match="optimizes by hand, and on this device two plain steps may differ already"):
+        of_training.gradients(one)
+
+
+def test_the_cure_is_printed_under_the_evidence() -> None:
+    """An arrow, and what to type; nothing where there is nothing to be done."""
+    printed = as_text(table("TARGET", {"one": Finding("warn", "seen", "do this"), "two": Finding("pass", "well")}))
+    assert re.search(r"^ *one +warn +seen\n +→ do this\n *two +pass +well\n", printed, flags=re.MULTILINE)
+    assert printed.count("→") == 1
+
+
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     path = tmp_path / "doctor_models.py"
@@ -648,78 +721,23 @@ def target(tmp_path: Path) -> Path:
         "    def training_step(self, batch, batch_idx):\n"
         "        raise KeyError('labels')\n\n"
         "class TooLarge(Model):\n"
-        "    def on_train_start(self):\n"
-        "        raise torch.OutOfMemoryError('CUDA out of memory')\n\n"
-        "def too_large():\n"
-        "    return TooLarge(), torch.ones(4, 8)\n\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])\n\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        if 'forward' not in vars(self.blocks[0]):\n"
+        "            raise torch.OutOfMemoryError('CUDA out of memory.')\n"
+        "        return super().training_step(batch, batch_idx)\n\n"
         "def make():\n"
         "    return Model(), torch.ones(4, 8)\n\n"
+        "def too_large():\n"
+        "    with open(f'{__file__}.made', 'a') as made:\n"
+        "        made.write('once ')\n"
+        "    return TooLarge(), torch.ones(4, 8)\n\n"
         "def failing():\n"
         "    return Failing(), torch.ones(4, 8)\n"
     )
     return path
-
-
-@pytest.mark.parametrize(
-    ("raised", "text"), [(KeyError("labels"), "gradients: KeyError: 'labels'"), (UsageError("as it is"), "as it is")]
-)
-def test_a_check_that_the_users_code_ends(raised: Exception, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the check that met it; what is told already is told once."""
-
-    def met(patient: Patient) -> Finding:
-        raise raised
-
-    monkeypatch.setitem(CHECKS, "gradients", met)
-    with pytest.raises(UsageError, match=f"^{re.escape(text)}$"):
-        examine(patient())
-
-
-def test_without_hashes_of_tensors_values_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Releases of PyTorch that lack them say so; the other checks are made."""
-    monkeypatch.delattr(torch, "hash_tensor")
-    with pytest.raises(NotApplicable, match=re.escape(f"needs torch.hash_tensor, which PyTorch {torch.__version__}")):
-        of_training.replayed_values(patient())
-
-
-def test_by_hand_on_an_accelerator_is_not_compared() -> None:
-    """Two plain steps may differ there already, and nothing tells by how much."""
-    one = patient(by_hand())
-    one.plain = replace(one.plain, on_host=False)
-    with pytest.raises(NotApplicable, match="optimizes by hand, and on this device two plain steps may differ"):
-        of_training.gradients(one)
-
-
-def test_a_module_in_eval_mode_is_examined_as_it_trains() -> None:
-    """A factory may have evaluated it, and a Trainer would turn it back too."""
-    assert patient(lambda: Model().eval()).module.training
-
-
-def test_without_timed_steps_there_is_nothing_to_weigh() -> None:
-    """Whoever examines without measuring gets what can be known so."""
-    one = Patient(Target("test", Model(), rows()), Conditions(policy=Full()))
-    with pytest.raises(NotApplicable, match="no training step was timed"):
-        of_memory.slowdown(one)
-
-
-def test_a_step_that_fails_here_is_one_line() -> None:
-    """It names the target, the step and the error."""
-
-    class Failing(Model):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            raise KeyError("labels")
-
-    with pytest.raises(UsageError, match=r"^test: training_step: KeyError: 'labels'$"):
-        patient(Failing).loss()
-
-
-@pytest.mark.slow
-def test_on_paper_a_finding_has_its_cure_below_it(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --json a table; steps that do not fit are a finding of their own, and the rest is looked at."""
-    assert main(["doctor", f"{target}:too_large", "--steps", "1"]) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "too_large" in printed
-    assert "not even the first batch fits: OutOfMemoryError: CUDA out of memory" in printed
-    assert "→" in printed
 
 
 @pytest.mark.slow
@@ -732,6 +750,19 @@ def test_a_failed_check_is_exit_code_one(target: Path, capsys: pytest.CaptureFix
     assert findings["gradients"]["status"] == findings["replayed values"]["status"] == "fail"
     assert "'factor' from" in findings["replayed values"]["evidence"]
     assert all(finding["cure"] for finding in findings.values() if finding["status"] in ("warn", "fail"))
+
+
+@pytest.mark.slow
+def test_a_model_that_fits_only_with_checkpointing_is_examined(
+    target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What needs plain training is skipped with the reason, which is found once, and the rest is answered."""
+    assert main(["doctor", f"{target}:too_large", "--steps", "2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    skipped = "random numbers, state of blocks, activations matter, attention, slowdown"
+    assert f"5 checks skip OutOfMemoryError: CUDA out of memory.: {skipped} " in printed
+    assert all(f"{check} pass" in printed for check in ("blocks covered", "replayed values", "headroom"))
+    assert Path(f"{target}.made").read_text().split() == ["once"] * 3  # trained plain, with the policy, and looked at
 
 
 @pytest.mark.slow

@@ -55,6 +55,37 @@ def training():
 def with_a_loader():
     return Model(), DataLoader(torch.randn(64, 64), 32)
 
+class Data(L.LightningDataModule):
+    def prepare_data(self):
+        self.width = 64
+
+    def setup(self, stage):
+        self.rows = torch.randn(64, self.width)
+
+    def train_dataloader(self):
+        return DataLoader(self.rows, 32)
+
+class Own(Model):
+    def train_dataloader(self):
+        return DataLoader(torch.randn(64, 64), 32)
+
+class Lost(Own):
+    def train_dataloader(self):
+        raise FileNotFoundError("train.csv")
+
+def with_data():
+    return Model(), Data()
+
+class LostData(Data):
+    def setup(self, stage):
+        raise FileNotFoundError("train.csv")
+
+def lost_data():
+    return Model(), LostData()
+
+def no_batches():
+    return Model(), DataLoader(torch.randn(0, 64))
+
 def branching():
     return Branching(), torch.randn(16, 64)
 
@@ -137,6 +168,17 @@ def test_the_table_tells_what_fits(capsys: pytest.CaptureFixture[str], targets: 
     assert "✓" in out
     assert "stays within 8.1 MiB of 9 MiB" in out
     assert "largest batch" in out
+
+
+@pytest.mark.parametrize("factory", ["with_data", "Own"])
+def test_every_source_of_data_gives_its_first_batch(
+    capsys: pytest.CaptureFixture[str], targets: str, factory: str
+) -> None:
+    """A data module, set up first, and the model's own loader are estimated as a loader of the same is."""
+    arguments = ("--device-memory", "9MiB", "--policies", "full")
+    one, other = (told(capsys, f"{targets}:{name}", *arguments)["policies"] for name in (factory, "with_a_loader"))
+    assert one == other
+    assert one[0]["steps"][0]["batch_size"] == 32
 
 
 def test_nothing_fits_is_exit_code_one(capsys: pytest.CaptureFixture[str], targets: str) -> None:
@@ -256,8 +298,8 @@ def test_kernels_are_measured_if_asked(capsys: pytest.CaptureFixture[str], tmp_p
     assert measured["policies"][0]["steps"][0]["peak"] > without["policies"][0]["steps"][0]["peak"]
     assert measured["policies"][0]["largest_batch_size"] < without["policies"][0]["largest_batch_size"]
     assert main(["estimate", *arguments, *how]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "not counted: what the kernels of aten.convolution take for themselves" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "not counted: what the kernels of aten.convolution take for themselves" in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is not there, which is")
@@ -287,6 +329,9 @@ def test_kernels_that_are_not_there_are_not_measured(capsys: pytest.CaptureFixtu
         ("branching", [], "CannotEstimate: The step runs aten._local_scalar_dense.default"),
         ("broken", [], "RuntimeError: no such column"),
         ("plain", [], "Sequential has no training_step"),
+        ("no_batches", [], "estimate_targets.py:no_batches: the loader gives no batch"),
+        ("lost_data", [], "estimate_targets.py:lost_data: train_dataloader: FileNotFoundError: train.csv"),
+        ("Lost", [], "estimate_targets.py:Lost: train_dataloader: FileNotFoundError: train.csv"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_line(
@@ -317,6 +362,19 @@ def test_a_warning_comes_once_and_equal_rows_are_explained(capsys: pytest.Captur
     assert said.count("the rows are equal, since no policy changes the blocks that are left alone") == 1
     assert main(["estimate", f"{targets}:training", "--device-memory", "64MiB"]) == 0
     assert capsys.readouterr().err == "lightning-ckpt: running steps on fake tensors\n"
+
+
+def test_on_a_terminal_what_is_going_on_is_shown_while_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, targets: str
+) -> None:
+    """A spinner that is erased at the end, instead of a line that stays."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["estimate", f"{targets}:training", "--device-memory", "64MiB", "--policies", "full"]) == 0
+    said = capsys.readouterr().err
+    assert "running steps on fake tensors" in said
+    assert "lightning-ckpt:" not in said
+    assert said.endswith("\x1b[2K")
 
 
 ROOT = Path(__file__).parents[2]

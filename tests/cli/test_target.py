@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ckpt.cli._command import UsageError
-from lightning_ckpt.cli._target import elements_in, load_model, load_target
+from lightning_ckpt.cli._target import elements_in, load_target
 
 SOURCE = """
 import lightning as L
@@ -65,11 +65,6 @@ def test_a_loader_without_a_batch(made: Path) -> None:
     """It is named, since nothing can be measured."""
     with pytest.raises(UsageError, match=r"made\.py:empty: the loader gives no batch"):
         load_target(f"{made}:empty").batch()
-
-
-def test_a_model_comes_without_its_data(made: Path) -> None:
-    """Where a model is all that is asked for, what the factory returns beside it is left."""
-    assert type(load_model(f"{made}:one_batch")).__name__ == "Model"
 
 
 @dataclass
