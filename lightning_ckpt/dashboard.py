@@ -149,13 +149,13 @@ def save(entity: str, project: str, *, prefix: str = "") -> tuple[str, str]:
         view = workspace(entity, project, prefix=prefix).save()
         page = report(entity, project, prefix=prefix)
         page.save()
+        return view.url, page.url  # both ask W&B again
     except Exception as error:  # the library raises plain exceptions, of its own and of what it stands on
         reason = str(error).rstrip(".")
         raise CannotSave(
             f"W&B did not save the dashboard of {entity}/{project}: {reason}. Log in with `wandb login` or set "
             "WANDB_API_KEY, on a machine that reaches W&B; `--print` shows what would be saved"
         ) from error
-    return view.url, page.url
 
 
 _TEXT = "Each bar is the summary over the runs of one policy: the highest of memory, the mean of time."
