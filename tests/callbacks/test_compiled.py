@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ckpt import ActivationCheckpointing, BatchSizeTuner, Full, MemoryBudget
 from lightning_ckpt.memory import AllocatorReader, use_reader
-from modules import Language, fit
+from modules import Language, fit, is_estimated
 from zoo import GPT
 
 # The compiler's own, on its way through PyTorch.
@@ -125,10 +125,19 @@ def test_a_run_that_ends_before_its_first_batch_leaves_the_compiler_alone() -> N
 
 
 def test_a_batch_size_is_found_without_a_plan() -> None:
-    """Of a compiled model the compiler chooses, so that no size is tried under a plan."""
+    """Of a compiled model the compiler chooses: a first step and a trial, and no further ones to make a plan."""
+    taken: list[int] = []
+
+    class Counting(Silent):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            if not is_estimated(batch["input_ids"]):
+                taken.append(len(batch["input_ids"]))
+            return super().training_step(batch, batch_idx)
+
     checkpointing = ActivationCheckpointing(MemoryBudget(0.9), monitor=False)
     noting, tuner = Noting(checkpointing), BatchSizeTuner(init_val=8, max_val=8)
     with AllocatorReader(limit=2**30) as reader, use_reader(reader):
-        fit(compiled(Silent(), "by block"), [checkpointing, tuner, noting], limit_val_batches=0)
+        fit(compiled(Counting(), "by block"), [checkpointing, tuner, noting], limit_val_batches=0, max_steps=1)
     assert [(trial.size, trial.outcome) for trial in tuner.trials] == [(8, "fits")]
+    assert taken == [8] * 3
     assert noting.blocks == 0

@@ -207,21 +207,19 @@ def test_on_the_host_it_runs_without_a_reader_of_ones_own() -> None:
 
 def test_a_plan_waits_until_the_values_were_checked(caplog: pytest.LogCaptureFixture) -> None:
     """The check takes memory of its own: two batches are checked, then blocks are measured and a plan is made."""
+    planning: list[bool] = []
 
-    class Planning(Callback):
-        def __init__(self) -> None:
-            self.seen: list[bool] = []
-
+    class Notes(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-            self.seen.append(callback._budget_run is not None)
+            planning.append(callback._budget_run is not None)
 
     torch.manual_seed(0)
     module = Language()
     plain = copy.deepcopy(module)
     callback = ActivationCheckpointing(MemoryBudget(2**40), determinism_check="values", check_steps=2, monitor=False)
     with counted(), caplog.at_level(logging.INFO):
-        left = fit(module, [callback, planning := Planning()], max_epochs=2)
-    assert planning.seen == [False, True, True, True, True, True, True, True]
+        left = fit(module, [callback, Notes()], max_epochs=2)
+    assert planning == [False] + [True] * 7
     assert "Every replayed value of 2 batches was that of its forward" in caplog.text
     assert callback.plan is not None
     assert not differences(left, fit(plain, max_epochs=2))

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler
 
 from lightning_ckpt import BatchSizeTuner
-from lightning_ckpt.callbacks import _longest
+from lightning_ckpt.callbacks import _longest, _probe
 from lightning_ckpt.callbacks._longest import Longest
 from lightning_ckpt.callbacks._sample_sizes import elements_of, size_of
 from lightning_ckpt.memory import use_reader
@@ -300,6 +300,12 @@ def test_ragged_data_are_told_once(data: Any) -> None:
 def test_nothing_is_told_without_need(lengths: list[int], collate: Any, probe: str) -> None:
     """Warnings are errors here."""
     fit(DataLoader(Texts(lengths), batch_size=4, collate_fn=collate), probe)
+
+
+def test_batches_that_a_stream_makes_by_itself_are_not_compared() -> None:
+    """Beside a loader whose size is looked for: their size is nobody's to choose. Warnings are errors here."""
+    loaders = [DataLoader(data, batch_size=size) for data, size in ((Texts([4] * 50), 4), (Stream([1, 5, 1]), None))]
+    _probe._warn_if_ragged(loaders)
 
 
 def test_a_collate_function_that_wants_a_pair_is_let_alone() -> None:
