@@ -314,22 +314,27 @@ def test_without_a_known_limit_a_fraction_is_refused() -> None:
         BudgetLoop(handle, model, MemoryBudget(0.5), optimizers=[], device="cpu")
 
 
+def four_steps(loop: BudgetLoop, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    batch = SMALL.batch()
+    for _ in range(4):
+        loop.begin_batch()
+        SMALL.loss(model, batch).backward()
+        loop.end_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.end_step()
+
+
 def test_on_the_host_exact_bytes_come_on_top_of_the_resident_size() -> None:
     """Without a reader of one's own the peaks of the stretches are read from the allocator while plans are made."""
     torch.manual_seed(0)
-    model, batch = SMALL.make(), SMALL.batch()
+    model = SMALL.make()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with (
         checkpoint_blocks(model, "auto") as handle,
         BudgetLoop(handle, model, MemoryBudget("64GiB"), optimizers=[optimizer], device="cpu") as loop,
     ):
-        for _ in range(4):
-            loop.begin_batch()
-            SMALL.loss(model, batch).backward()
-            loop.end_backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loop.end_step()
+        four_steps(loop, model, optimizer)
     assert loop.plan is not None
     assert loop.plan.seconds == 0
     assert loop.plan.causes is not None
@@ -339,20 +344,14 @@ def test_on_the_host_exact_bytes_come_on_top_of_the_resident_size() -> None:
 def test_where_somebody_profiles_already_the_resident_size_has_to_do() -> None:
     """PyTorch has one profiler at a time: theirs goes on, and a plan is made from the host's own figures."""
     torch.manual_seed(0)
-    model, batch = SMALL.make(), SMALL.batch()
+    model = SMALL.make()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with (
         profile() as profiled,
         checkpoint_blocks(model, "auto") as handle,
         BudgetLoop(handle, model, MemoryBudget("64GiB"), optimizers=[optimizer], device="cpu") as loop,
     ):
-        for _ in range(4):
-            loop.begin_batch()
-            SMALL.loss(model, batch).backward()
-            loop.end_backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loop.end_step()
+        four_steps(loop, model, optimizer)
     assert loop.plan is not None
     assert loop.plan.seconds == 0
     steps = [event for event in profiled.events() if event.name.startswith("Optimizer.step")]
