@@ -206,7 +206,7 @@ class Search:
         middle = math.sqrt(below * most)
         if not above.out_of_memory:
             chord = self._chord(lower[-1], above)
-            if chord >= _CLOSE_ENOUGH * above.size:
+            if chord >= _CLOSE_ENOUGH * above.size or len(upper) > 2:
                 # One step down from a noisy meter's too large is still too large; where several were, further down.
                 chord = min(chord, _SAFELY_BELOW**2 ** (len(upper) - 1) * above.size)
             return chord if chord >= _LEAST_GAIN * below else middle

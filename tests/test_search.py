@@ -188,6 +188,15 @@ def test_a_meter_that_lets_go_slowly_is_given_room() -> None:
     assert search.settled(measured) >= 0.6 * (723 - 452) / 0.212
 
 
+def test_a_meter_that_rises_without_a_batch_is_left_in_growing_steps() -> None:
+    """Where a busy machine's figures stay above the target, each step down goes further, while there are trials."""
+    search, measured = Search(target=710), [Measurement(2, 453), Measurement(4, 454), Measurement(128, 477)]
+    measured += [Measurement(1419, 730), Measurement(1363, 725), Measurement(1282, 734), Measurement(1214, 733)]
+    size = search.propose(measured)
+    assert size is not None
+    assert 700 <= size <= 0.8 * 1214
+
+
 lines = st.lists(st.tuples(st.floats(0, 900_000), st.floats(10, 50_000)), min_size=1, max_size=4)
 
 
